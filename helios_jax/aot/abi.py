@@ -1,0 +1,168 @@
+"""Layouts of the control and completion vectors, read by host and device alike.
+
+A program takes one int32 and one float32 control vector and returns one int32 and one
+float32 completion vector. `control_layout` and `completion_layout` are the only places
+that know where a field lies: the host writes through numpy views of the same table that
+the traced program slices.
+
+Slots run from 0; `dims.slots` itself is the scratch slot of inactive lanes. Page 0 is the
+scratch page. Seeds travel as two int32 words holding uint32 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
+
+MAX_LOGIT_BIAS = 300  # entries a request, OpenAI's limit
+TOP_LOGPROBS = 20  # alternatives reported a position, OpenAI's limit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dims:
+    """Static extents shared by all programs of a core.
+
+    Attributes:
+        slots: Request slots S; row S of every slot table is scratch.
+        pages_per_slot: Page-table entries a lane, ceil(max_context / page_size).
+        num_pages: Pages in the pool including scratch page 0.
+        page_size: Tokens a page.
+        vocab_size: V.
+    """
+
+    slots: int
+    pages_per_slot: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One named array inside a flat vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the named int32 and float32 fields lie in their two flat vectors."""
+
+    ints: tuple[Field, ...]
+    floats: tuple[Field, ...]
+
+    @property
+    def int_size(self) -> int:
+        return max(1, sum(f.size for f in self.ints))
+
+    @property
+    def float_size(self) -> int:
+        return max(1, sum(f.size for f in self.floats))
+
+    def split(self, ints: Any, floats: Any) -> dict[str, Any]:
+        """Named views of two flat vectors; numpy views on the host, slices when traced."""
+        parts = {f.name: ints[f.offset : f.offset + f.size].reshape(f.shape) for f in self.ints}
+        parts |= {f.name: floats[f.offset : f.offset + f.size].reshape(f.shape) for f in self.floats}
+        return parts
+
+    def new(self) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Fresh zeroed host vectors and writable views of their fields."""
+        ints = np.zeros(self.int_size, np.int32)
+        floats = np.zeros(self.float_size, np.float32)
+        return ints, floats, self.split(ints, floats)
+
+
+def _layout(ints: dict[str, tuple[int, ...]], floats: dict[str, tuple[int, ...]]) -> Layout:
+    def place(fields: dict[str, tuple[int, ...]]) -> tuple[Field, ...]:
+        placed, offset = [], 0
+        for name, shape in fields.items():
+            placed.append(Field(name, shape, offset))
+            offset += math.prod(shape)
+        return tuple(placed)
+
+    return Layout(place(ints), place(floats))
+
+
+def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
+    """Control fields of one program.
+
+    initialize: `slot` [B], `prompt_len` [B] (tokens before it are prompt, later ones count
+      as output for the penalties), `seed` [B, 2], `top_k` [B] (0 = off), `bias_ids`
+      [B, MAX_LOGIT_BIAS] (-1 = unused), and the float settings of the lane.
+    prefill, scored_prefill: tokens of the rows packed in row order; `query_len` [B] (0 =
+      inactive row), `start` [B] position of the row's first token, `sample` [B] 1 where the
+      chunk ends the prompt and a token is to be sampled, `want_logprobs` [1].
+      scored_prefill adds `target` [T]: the next prompt token of each packed token, -1 none.
+    decode: `slot`, `page_table`, `want_logprobs`; pending token and position are on the device.
+    """
+    b, t = shape.batch_capacity, shape.token_capacity
+    table = {"page_table": (b, dims.pages_per_slot)}
+    match shape.kind:
+        case ProgramKind.INITIALIZE:
+            return _layout(
+                {
+                    "slot": (b,),
+                    "prompt_len": (b,),
+                    "seed": (b, 2),
+                    "top_k": (b,),
+                    "bias_ids": (b, MAX_LOGIT_BIAS),
+                },
+                {
+                    "temperature": (b,),
+                    "top_p": (b,),
+                    "min_p": (b,),
+                    "repetition_penalty": (b,),
+                    "presence_penalty": (b,),
+                    "frequency_penalty": (b,),
+                    "bias_values": (b, MAX_LOGIT_BIAS),
+                },
+            )
+        case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
+            ints = {"slot": (b,), "query_len": (b,), "start": (b,), "sample": (b,), "want_logprobs": (1,)}
+            ints |= table | {"tokens": (t,)}
+            if shape.kind is ProgramKind.SCORED_PREFILL:
+                ints["target"] = (t,)
+            return _layout(ints, {})
+        case ProgramKind.DECODE:
+            return _layout({"slot": (b,), "want_logprobs": (1,)} | table, {})
+        case _:
+            raise ValueError(f"program kind {shape.kind} has no control layout")
+
+
+def completion_layout(shape: ProgramShape, dims: Dims) -> Layout:
+    """Completion fields of one program.
+
+    All: `slot` [B] (echoed identity). Prefill, scored prefill and decode: `token` [B] (-1
+    where nothing was sampled), `committed_len` [B], `status` [B] (0 = finite logits),
+    `top_ids` / `top_logprobs` [B, TOP_LOGPROBS], `rank` [B] and `logprob` [B] of the sampled token
+    (0 unless `want_logprobs`). Log-probabilities are those of the raw logits, before
+    penalties and temperature, as in vLLM's default. Scored prefill adds `target_logprob`,
+    `target_rank` [T] and `target_top_ids` / `target_top_logprobs` [T, TOP_LOGPROBS].
+    """
+    b, t, n = shape.batch_capacity, shape.token_capacity, TOP_LOGPROBS
+    if shape.kind is ProgramKind.INITIALIZE:
+        return _layout({"slot": (b,)}, {})
+    ints: dict[str, tuple[int, ...]] = {
+        "slot": (b,),
+        "token": (b,),
+        "committed_len": (b,),
+        "status": (b,),
+        "rank": (b,),
+        "top_ids": (b, n),
+    }
+    floats: dict[str, tuple[int, ...]] = {"logprob": (b,), "top_logprobs": (b, n)}
+    if shape.kind is ProgramKind.SCORED_PREFILL:
+        ints |= {"target_rank": (t,), "target_top_ids": (t, n)}
+        floats |= {"target_logprob": (t,), "target_top_logprobs": (t, n)}
+    return _layout(ints, floats)

@@ -1,0 +1,145 @@
+"""Program shapes and the frozen catalogue that holds every padded size.
+
+A `ProgramShape` names one physical program: an executable compiled ahead of time for
+static extents. The `Catalog` is the only place where a padded size is computed; a size
+that it does not contain is a bug of ours that shows before serving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+
+class ProgramKind(enum.StrEnum):
+    """The families of physical programs (specification: "The native catalog")."""
+
+    PREFILL = "prefill"
+    SCORED_PREFILL = "scored_prefill"
+    DECODE = "decode"
+    SPECULATIVE = "speculative"
+    MIXED = "mixed"
+    VISION = "vision"
+    INITIALIZE = "initialize"
+    SNAPSHOT = "snapshot"
+    RESTORE = "restore"
+
+
+class ProposalSource(enum.StrEnum):
+    """Where the proposals of a speculative program come from."""
+
+    NONE = "none"
+    LEARNED = "learned"
+    COPY = "copy"
+
+
+class Allocation(enum.StrEnum):
+    """Who fixes the target rows of each lane (specification: value sources)."""
+
+    QUERY_LENGTH = "query_length"  # the host, before the launch
+    PREFIX_LIMIT = "prefix_limit"  # the device, below a ceiling per lane
+
+
+MAX_SLOTS = 64  # specification: "Selection is bounded to 64 request slots."
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class ProgramShape:
+    """Identity of one physical program; every extent is static.
+
+    Attributes:
+        kind: The family.
+        batch_capacity: B, request rows.
+        token_capacity: Prompt tokens packed over all rows of a prefill; W, the target
+            rows a request including its pending token, of a speculative or mixed program;
+            1 for decode; 0 for state operations.
+        proposal_depth: D, captured proposals.
+        packed_capacity: P, target rows over all lanes.
+        prefill_capacity: Prompt tokens of the prompt row of a mixed program; else 0.
+        proposal_source: Where proposals come from.
+        allocation: Who allocates target rows.
+    """
+
+    kind: ProgramKind
+    batch_capacity: int
+    token_capacity: int
+    proposal_depth: int = 0
+    packed_capacity: int = 0
+    prefill_capacity: int = 0
+    proposal_source: ProposalSource = ProposalSource.NONE
+    allocation: Allocation = Allocation.QUERY_LENGTH
+
+    @property
+    def name(self) -> str:
+        """Short stable name, also the file name of the program in a core."""
+        parts = [str(self.kind), f"b{self.batch_capacity}"]
+        if self.token_capacity:
+            parts.append(f"t{self.token_capacity}")
+        for letter, value in (("d", self.proposal_depth), ("p", self.packed_capacity), ("f", self.prefill_capacity)):
+            if value:
+                parts.append(f"{letter}{value}")
+        if self.proposal_source is not ProposalSource.NONE:
+            parts.append(str(self.proposal_source))
+        if self.allocation is not Allocation.QUERY_LENGTH:
+            parts.append(str(self.allocation))
+        return "-".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Catalog:
+    """The frozen tuple of loaded shapes, without duplicates, in sorted order."""
+
+    shapes: tuple[ProgramShape, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shapes", tuple(sorted(set(self.shapes))))
+
+    def __iter__(self) -> Iterator[ProgramShape]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def of_kind(self, kind: ProgramKind) -> tuple[ProgramShape, ...]:
+        """The shapes of one family, smallest first."""
+        return tuple(shape for shape in self.shapes if shape.kind is kind)
+
+
+def powers_of_two(limit: int) -> tuple[int, ...]:
+    """Powers of two up to the padded `limit`: 1, 2, 4, ... and the first one >= limit."""
+    values = [1]
+    while values[-1] < limit:
+        values.append(values[-1] * 2)
+    return tuple(values)
+
+
+PROMPT_BUCKETS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+
+
+def prompt_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Prompt-token buckets of prefill programs whose largest holds `max_tokens` tokens.
+
+    The specification's ten buckets below `max_tokens`, and `max_tokens` rounded up to 64
+    (so a prime chunk size still has a program, the buffer being the rounded size).
+    """
+    top = -(-max_tokens // 64) * 64
+    return tuple(b for b in PROMPT_BUCKETS if b < top) + (top,)
+
+
+def serving_catalog(*, max_slots: int, prefill_chunk: int) -> Catalog:
+    """The catalogue of a plain (non-speculative) core.
+
+    Decode and initialise programs for every power of two up to the padded concurrency.
+    Every prompt bucket with one request row, and with all rows (packed prompts: short
+    prompts must not queue behind each other one program at a time). Scored prefill has one
+    row; two buckets suffice because it is rare.
+    """
+    rows = powers_of_two(max_slots)
+    shapes = [ProgramShape(ProgramKind.DECODE, b, 1) for b in rows]
+    shapes += [ProgramShape(ProgramKind.INITIALIZE, b, 0) for b in sorted({rows[0], rows[-1]})]
+    buckets = prompt_buckets(prefill_chunk)
+    for tokens in buckets:
+        shapes += [ProgramShape(ProgramKind.PREFILL, b, tokens) for b in sorted({rows[0], rows[-1]})]
+    shapes += [ProgramShape(ProgramKind.SCORED_PREFILL, 1, t) for t in sorted({buckets[0], buckets[-1]})]
+    return Catalog(tuple(shapes))
