@@ -1,0 +1,128 @@
+"""The building blocks of dense decoders: linear, embedding, norm, attention, feed-forward.
+
+Modules hold parameters as flax Params with the names of Hugging Face checkpoints, so that a
+path in the tree is a tensor name in the file. They are only built abstractly
+(`nnx.eval_shape`) and merged with real arrays inside a traced program.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from helios_jax.models.interface import Attend, AttentionSpec, LayerCache
+from helios_jax.models.rope import rotate
+
+if TYPE_CHECKING:
+    from helios_jax.models.decoder import DecoderConfig
+
+
+def linear(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """x [T, in] @ weight [out, in] transposed -> [T, out].
+
+    float32 asks for full precision (accelerators would round the factors otherwise). A
+    one-row product of narrower types runs about ten times slower than a two-row one on CPU
+    (a matrix-vector path without vector instructions), so a single row is padded to two.
+
+    Args:
+        out_dtype: Type of the result and the accumulation; None = x's type.
+    """
+    rows = x.shape[0]
+    narrow = x.dtype != jnp.float32
+    if rows == 1 and narrow:
+        x = jnp.concatenate([x, jnp.zeros_like(x)])
+    out = lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.DEFAULT if narrow else lax.Precision.HIGHEST,
+        preferred_element_type=out_dtype,
+    )
+    return out[:rows]
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b with weight [out, in] and an optional bias [out]."""
+
+    def __init__(self, num_in: int, num_out: int, bias: bool, dtype: jax.typing.DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, in] -> [T, out]."""
+        y = linear(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """Rows of weight [V, D] by token id; also the output matrix of models that tie the two."""
+
+    def __init__(self, num_rows: int, width: int, dtype: jax.typing.DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_rows, width), dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """tokens [T] int32 -> [T, D]. Ids are checked on the host; a stray one reads the nearest row."""
+        return self.weight[...].at[tokens].get(mode="clip")
+
+
+class RMSNorm(nnx.Module):
+    """cast(x / sqrt(mean(x^2) + eps)) * w, the mean in float32 (the plain convention, no 1 + w)."""
+
+    def __init__(self, width: int, eps: float, dtype: jax.typing.DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., width] -> the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale).astype(x.dtype) * self.weight[...]
+
+
+class FeedForward(nnx.Module):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, config: DecoderConfig, dtype: jax.typing.DTypeLike) -> None:
+        d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(d, f, bias, dtype)
+        self.up_proj = Linear(d, f, bias, dtype)
+        self.down_proj = Linear(f, d, bias, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, D] -> [T, D]."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nnx.Module):
+    """Projections, optional norms of q and k over H, rotation; the scores belong to `attend`."""
+
+    def __init__(self, config: DecoderConfig, dtype: jax.typing.DTypeLike) -> None:
+        d, h = config.hidden_size, config.head_dim
+        self.q_proj = Linear(d, config.num_heads * h, config.qkv_bias, dtype)
+        self.k_proj = Linear(d, config.num_kv_heads * h, config.qkv_bias, dtype)
+        self.v_proj = Linear(d, config.num_kv_heads * h, config.qkv_bias, dtype)
+        self.o_proj = Linear(config.num_heads * h, d, config.output_bias, dtype)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype) if config.qk_norm else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        spec: AttentionSpec,
+        cache: LayerCache,
+        attend: Attend,
+    ) -> tuple[jax.Array, LayerCache]:
+        """x [T, D], rotation = cos, sin [T, 1, H / 2] -> ([T, D], cache)."""
+        rows = x.shape[0]
+        q = self.q_proj(x).reshape(rows, spec.num_heads, spec.head_dim)
+        k = self.k_proj(x).reshape(rows, spec.num_kv_heads, spec.head_dim)
+        v = self.v_proj(x).reshape(rows, spec.num_kv_heads, spec.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, cache = attend(spec, rotate(q, *rotation), rotate(k, *rotation), v, cache)
+        return self.o_proj(out.reshape(rows, -1).astype(x.dtype)), cache
