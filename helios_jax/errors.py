@@ -8,9 +8,11 @@
     |-- CapacityError           the queue is full                         HTTP 429
     |-- UnavailableError        not ready, draining or stuck              HTTP 503
     |-- CheckpointError         model files missing, broken or unknown
-    `-- CoreError               a prepared core missing, foreign or damaged
+    |-- CoreError               a prepared core missing, foreign or damaged
+    `-- DeviceError             an execution failed; the device state is lost until a reset
     RequestCancelled            the client went away or cancelled; nobody's fault
     InvariantError              our bug: the engine stops, dumps its state, answers everyone
+    `-- StalePlanError          a plan outlived what it was made for; plan again
 
 A `HeliosError` that reaches the command line is printed as one line, exit code 2.
 """
@@ -61,9 +63,20 @@ class CoreError(HeliosError):
     """A prepared core is missing, damaged, or was made by another version."""
 
 
+class DeviceError(HeliosError):
+    """An execution failed on the device (out of memory, device lost); its state is gone."""
+
+
 class RequestCancelled(Exception):
     """The request was cancelled before it finished."""
 
 
 class InvariantError(Exception):
     """A numbered invariant does not hold: a bug of helios_jax, never of the caller."""
+
+
+class StalePlanError(InvariantError):
+    """A plan was committed after its requests or the window changed; nothing happened, plan again.
+
+    The engine commits each plan right after making it, so meeting this error there is a bug.
+    """

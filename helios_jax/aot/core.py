@@ -1,0 +1,93 @@
+"""The front door of prepared cores: open whatever the user named.
+
+core = open_core(source_or_directory, CoreOptions(max_slots=8))
+frame = core.execute(shape, ints, floats)
+ints, floats, timing = frame.wait()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+
+from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest
+from helios_jax.aot.options import CoreOptions, conflicts
+from helios_jax.aot.prepare import load_core, prepare
+from helios_jax.aot.prepared import CoreSourceInfo, PreparedCore
+from helios_jax.aot.progress import Progress, silent
+from helios_jax.aot.runner import DeviceRunner, InFlight
+from helios_jax.aot.source import Source
+from helios_jax.errors import ConfigError
+
+__all__ = [
+    "CoreOptions",
+    "CoreSourceInfo",
+    "DeviceRunner",
+    "InFlight",
+    "PreparedCore",
+    "core_directory",
+    "default_cache_dir",
+    "is_core",
+    "load_core",
+    "open_core",
+    "prepare",
+]
+
+
+def default_cache_dir() -> pathlib.Path:
+    """Where cores of models given by name or path are kept (XDG base directories)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "helios-jax" / "cores"
+
+
+def is_core(path: pathlib.Path | str) -> bool:
+    """Whether `path` is a directory that a prepare has written to."""
+    return (pathlib.Path(path) / MANIFEST_NAME).is_file()
+
+
+def core_directory(source: Source, options: CoreOptions, cache_dir: pathlib.Path) -> pathlib.Path:
+    """The directory of one model with one set of options; a changed checkpoint gets another."""
+    key = json.dumps([source.config_digest(), source.weights_digest(), options.to_json()], sort_keys=True)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.")[:60] or "model"
+    return cache_dir / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def open_core(
+    model_or_core: Source | pathlib.Path | str,
+    options: CoreOptions | None = None,
+    cache_dir: pathlib.Path | str | None = None,
+    progress: Progress = silent,
+) -> PreparedCore:
+    """Opens a prepared core, or prepares the core of a model on first use.
+
+    Args:
+        model_or_core: A core's directory, an opened model source, or what
+            `models.source.open_source` takes (a name, a directory, a GGUF, a hub id).
+        options: None means the defaults. A core keeps its own; one that is set to something
+            else than the core holds is refused.
+        cache_dir: Where the cores of models are kept; None means `default_cache_dir()`.
+
+    Raises:
+        ConfigError, CheckpointError, CoreError: As `prepare` and `load_core` say.
+    """
+    if isinstance(model_or_core, (str, pathlib.Path)):
+        if is_core(model_or_core):
+            _refuse_conflicts(pathlib.Path(model_or_core), options)
+            return load_core(model_or_core, progress)
+        from helios_jax.models.source import open_source
+
+        model_or_core = open_source(model_or_core)
+    options = (options or CoreOptions()).resolve(model_or_core.model)
+    root = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    return prepare(model_or_core, options, core_directory(model_or_core, options, root), progress)
+
+
+def _refuse_conflicts(core: pathlib.Path, options: CoreOptions | None) -> None:
+    if options is None:
+        return
+    lines = conflicts(options, read_manifest(core).options)
+    if lines:
+        raise ConfigError(f"{core} was prepared with other options ({'; '.join(lines)}): leave them out, or prepare")

@@ -1,0 +1,160 @@
+"""The memory plan of a core: how many KV pages, and whether everything fits.
+
+1. `measure` sums the bytes of weights and of the device state at a given number of pages.
+2. `device_budget` asks the device (or the host, on CPU) what it has.
+3. `plan_memory` chooses the pages and refuses, with numbers, what cannot fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from helios_jax.aot.abi import Dims
+from helios_jax.aot.options import CoreOptions
+from helios_jax.errors import ConfigError
+from helios_jax.models.interface import Model
+
+TEMP_RESERVE_BYTES = 64 << 20  # for temporaries of the programs, before any has been compiled
+CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
+CGROUP_USAGE = pathlib.Path("/sys/fs/cgroup/memory.current")
+MEMINFO = pathlib.Path("/proc/meminfo")
+
+AbstractState = Callable[[Model, Dims, str], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of a core's long-lived arrays.
+
+    Attributes:
+        params_bytes: Weights in the core's dtype.
+        page_bytes: One KV page over all layers, keys and values.
+        state_bytes: The whole device state: pool and slot table. Every program is donated it.
+        budget_bytes: What weights and state may take together; None if nobody can say.
+        wanted_pages: Usable pages that every slot at full context would need.
+    """
+
+    params_bytes: int
+    page_bytes: int
+    state_bytes: int
+    budget_bytes: int | None
+    wanted_pages: int
+
+
+def tree_bytes(tree: Any) -> int:
+    """Sum of the bytes of all leaves (arrays or ShapeDtypeStructs)."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def human(count: int) -> str:
+    """A byte count for people: 3 significant digits and a binary unit."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.3g} {units[0]}"
+
+
+def _read_int(path: pathlib.Path) -> int | None:
+    try:
+        return int(path.read_text().strip())
+    except (OSError, ValueError):  # no cgroup v2, or "max": no limit from here
+        return None
+
+
+def host_free_bytes() -> int | None:
+    """Memory that this process could still take without swapping, or None if unknown."""
+    free: list[int] = []
+    try:
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) * 1024)
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux: no bound from here
+    limit, used = _read_int(CGROUP_LIMIT), _read_int(CGROUP_USAGE)
+    if limit is not None and used is not None:
+        free.append(max(0, limit - used))
+    return min(free) if free else None
+
+
+def device_budget(utilization: float) -> int | None:
+    """Bytes that weights and state may take: a share of the device (free host memory on CPU).
+
+    What the device already holds for others is subtracted; None where no source tells.
+    """
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        free = host_free_bytes()
+        return None if free is None else int(free * utilization) - TEMP_RESERVE_BYTES
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit is None:
+        return None
+    return int(limit * utilization) - int(stats.get("bytes_in_use", 0)) - TEMP_RESERVE_BYTES
+
+
+def make_dims(model: Model, options: CoreOptions, usable_pages: int) -> Dims:
+    """Static extents for resolved `options`; one more page than usable, page 0 is scratch."""
+    assert options.max_context is not None
+    return Dims(
+        slots=options.max_slots,
+        pages_per_slot=-(-options.max_context // options.page_size),
+        num_pages=usable_pages + 1,
+        page_size=options.page_size,
+        vocab_size=model.vocab_size,
+    )
+
+
+def measure(model: Model, dims: Dims, dtype: str, abstract_state: AbstractState) -> tuple[int, int, int]:
+    """(weights, state at `dims`, one page) in bytes, from the abstract trees alone."""
+    state = tree_bytes(abstract_state(model, dims, dtype))
+    one_more = tree_bytes(abstract_state(model, dataclasses.replace(dims, num_pages=dims.num_pages + 1), dtype))
+    return tree_bytes(model.abstract_params(dtype)), state, one_more - state
+
+
+def plan_memory(
+    model: Model, options: CoreOptions, abstract_state: AbstractState, budget_bytes: int | None
+) -> tuple[Dims, MemoryPlan]:
+    """Chooses the number of pages for resolved `options`.
+
+    Args:
+        budget_bytes: What weights and state may take together; None = unknown, no cap.
+
+    Raises:
+        ConfigError: The pages asked for do not fit, or not even one request of full
+            context does. The message has the numbers and what to change.
+    """
+    per_slot = make_dims(model, options, 1).pages_per_slot
+    wanted = options.max_slots * per_slot
+    usable = options.num_pages if options.num_pages is not None else wanted
+    params, state, page = measure(model, make_dims(model, options, usable), options.dtype, abstract_state)
+    if budget_bytes is not None and params + state > budget_bytes:
+        fixed = params + state - usable * page
+        fitting = max(0, (budget_bytes - fixed) // page)
+        least = options.num_pages if options.num_pages is not None else per_slot
+        if fitting < least:
+            raise ConfigError(_does_not_fit(options, params, fixed, page, least, fitting, budget_bytes))
+        usable, state = fitting, state - (usable - fitting) * page
+    dims = make_dims(model, options, usable)
+    plan = MemoryPlan(
+        params_bytes=params, page_bytes=page, state_bytes=state, budget_bytes=budget_bytes, wanted_pages=wanted
+    )
+    return dims, plan
+
+
+def _does_not_fit(
+    options: CoreOptions, params: int, fixed: int, page: int, pages: int, fitting: int, budget: int
+) -> str:
+    asked = "num_pages" if options.num_pages is not None else f"one request of max_context {options.max_context}"
+    return (
+        f"not enough memory: {human(params)} of weights, {human(fixed - params)} of slot tables and {pages} KV pages"
+        f" of {human(page)} ({asked}) need {human(fixed + pages * page)}; {human(max(0, budget))} may be used"
+        f" (memory_utilization {options.memory_utilization:g}), room for {fitting} pages:"
+        " lower num_pages, max_context or max_slots, or use a 16-bit dtype"
+    )

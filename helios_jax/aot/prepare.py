@@ -1,0 +1,418 @@
+"""Makes a prepared core from a model, or loads one that was made before.
+
+1. The directory is locked; a second prepare waits, then finds everything done.
+2. The stored manifest is compared with what this process would make: same fingerprint,
+   model and extents keep the stored programs, anything else gives the reason for each
+   recompilation.
+3. Weights first (a broken model ends here, before minutes of compiling), then text files.
+4. Programs are loaded or compiled (`programs_store`); the manifest grows with each.
+5. The programs run once with inactive lanes; then the core is complete and ready.
+
+A directory that cannot be written is used as it is: loaded, or compiled without storing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+from typing import Any
+
+from helios_jax.aot.abi import Dims
+from helios_jax.aot.compile import Compiler, ProgramFactory, default_factory
+from helios_jax.aot.fingerprint import current_fingerprint, differences, helios_version
+from helios_jax.aot.manifest import (
+    MANIFEST_NAME,
+    PROGRAMS_DIR,
+    TEXT_DIR,
+    Manifest,
+    SourceInfo,
+    read_manifest,
+    write_manifest,
+)
+from helios_jax.aot.memory import MemoryPlan, device_budget, plan_memory
+from helios_jax.aot.options import CoreOptions
+from helios_jax.aot.prepared import CoreSourceInfo, PreparedCore
+from helios_jax.aot.programs_store import ProgramSet, ProgramStore
+from helios_jax.aot.progress import NOTE, Progress, serialised, silent
+from helios_jax.aot.report import ProgramStatus
+from helios_jax.aot.runner import DeviceRunner
+from helios_jax.aot.source import Source, model_from_config
+from helios_jax.aot.store import LOCK_NAME, exclusive, is_writable, remove_leftovers
+from helios_jax.aot.text_files import copy_text_files
+from helios_jax.aot.verify import QUICK_TOKENS, smoke
+from helios_jax.aot.weights import check_files, convert, restore, save
+from helios_jax.errors import ConfigError, CoreError
+from helios_jax.models.interface import Model
+from helios_jax.scheduler.catalog import Catalog, ProgramShape, serving_catalog
+
+
+@dataclasses.dataclass
+class _Job:
+    """One preparation in progress.
+
+    `manifest` is what the core will hold, `stored` what the directory held before, `on_disk`
+    what its manifest file says now.
+    """
+
+    root: pathlib.Path
+    writable: bool
+    source: Source | None
+    model: Model
+    plan: MemoryPlan
+    manifest: Manifest
+    stored: Manifest | None
+    on_disk: Manifest | None
+    reject: str  # why no stored program may be used; "" = they may
+    factory: ProgramFactory
+    progress: Progress
+    notes: list[str]
+
+
+def prepare(
+    source: Source,
+    options: CoreOptions,
+    out_dir: pathlib.Path | str,
+    progress: Progress = silent,
+    *,
+    factory: ProgramFactory | None = None,
+) -> PreparedCore:
+    """Makes the core of `source` in `out_dir`, keeping what is already there and still valid.
+
+    Raises:
+        ConfigError: An option is out of range for the model or the memory.
+        CheckpointError: The model's weights or tokenizer cannot be read.
+        CoreError: `out_dir` holds something else, or a required program does not compile.
+    """
+    root, resolved = pathlib.Path(out_dir), options.resolve(source.model)
+    used_factory = factory or default_factory()
+    notes, progress = _collecting(progress)
+    writable = _claim(root)
+    with _locked(root, writable, progress):
+        stored, reason = _stored_manifest(root)
+        fingerprint = current_fingerprint()
+        dims, plan = _plan(source.model, options, resolved, stored, source.config_digest(), used_factory)
+        manifest = Manifest(
+            helios_version=helios_version(),
+            fingerprint=fingerprint,
+            source=_source_info(source),
+            asked=options,
+            options=resolved,
+            dims=dims,
+            memory=dataclasses.asdict(plan),
+            catalog=_catalog(resolved).shapes,
+        )
+        if stored is not None:
+            reason = _why_rejected(stored, manifest)
+        return _open(
+            _Job(
+                root=root,
+                writable=writable,
+                source=source,
+                model=source.model,
+                plan=plan,
+                manifest=manifest,
+                stored=stored,
+                on_disk=stored,
+                reject=reason,
+                factory=used_factory,
+                progress=progress,
+                notes=notes,
+            )
+        )
+
+
+def load_core(
+    directory: pathlib.Path | str,
+    progress: Progress = silent,
+    *,
+    model: Model | None = None,
+    factory: ProgramFactory | None = None,
+) -> PreparedCore:
+    """Loads a core without its model; programs that do not fit this process are compiled again.
+
+    Raises:
+        CoreError: No core, an unreadable manifest, or damaged weights or text files.
+        ConfigError: The memory plan does not fit what is free now.
+    """
+    root = pathlib.Path(directory)
+    used_factory = factory or default_factory()
+    notes, progress = _collecting(progress)
+    read_manifest(root)  # no lock file in a directory that is no core
+    writable = is_writable(root)
+    with _locked(root, writable, progress):
+        stored = read_manifest(root)
+        if not stored.weights:
+            raise CoreError(f"{root} was not prepared to the end and holds no weights; prepare it again")
+        model = model or model_from_config(stored.source.model_config)
+        pages = dataclasses.replace(stored.options, num_pages=stored.dims.num_pages - 1)
+        _, plan = plan_memory(model, pages, used_factory.abstract_state, _budget(pages))
+        manifest = dataclasses.replace(
+            stored, fingerprint=current_fingerprint(), helios_version=helios_version(), programs=(), failed=()
+        )
+        return _open(
+            _Job(
+                root=root,
+                writable=writable,
+                source=None,
+                model=model,
+                plan=plan,
+                manifest=manifest,
+                stored=stored,
+                on_disk=stored,
+                reject=_why_rejected(stored, manifest),
+                factory=used_factory,
+                progress=progress,
+                notes=notes,
+            )
+        )
+
+
+def _collecting(progress: Progress) -> tuple[list[str], Progress]:
+    """`progress` made safe for threads, and the list that its notes also go to."""
+    notes: list[str] = []
+
+    def call(stage: str, done: int, total: int, detail: str = "") -> None:
+        if stage == NOTE:
+            notes.append(detail)
+        progress(stage, done, total, detail)
+
+    return notes, serialised(call)
+
+
+def _claim(root: pathlib.Path) -> bool:
+    """Makes the directory if need be; True if it can be written.
+
+    Raises:
+        CoreError: It is no directory, or holds something that is no core.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise CoreError(f"{root} is not a directory") from error
+    except OSError:
+        return False
+    names = {path.name for path in root.iterdir()} - {LOCK_NAME}
+    ours = {MANIFEST_NAME, PROGRAMS_DIR} & names or all(name.startswith(".") for name in names)
+    if names and not ours:
+        raise CoreError(f"{root} is not empty and holds no core: choose another directory, or empty it")
+    return is_writable(root)
+
+
+@contextlib.contextmanager
+def _locked(root: pathlib.Path, writable: bool, progress: Progress):
+    if not writable:
+        progress(NOTE, 0, 0, f"{root} cannot be written: programs compiled now are not kept")
+        yield
+        return
+    with exclusive(root, lambda: progress(NOTE, 0, 0, f"{root} is in use by another process; waiting")):
+        remove_leftovers(root)
+        yield
+
+
+def _stored_manifest(root: pathlib.Path) -> tuple[Manifest | None, str]:
+    """The manifest of an earlier prepare; or None and why there is nothing to keep."""
+    if not (root / MANIFEST_NAME).exists():
+        return None, ""
+    try:
+        return read_manifest(root), ""
+    except CoreError as error:
+        return None, str(error)
+
+
+def _source_info(source: Source) -> SourceInfo:
+    return SourceInfo(
+        name=source.name,
+        family=source.model.family,
+        config_digest=source.config_digest(),
+        weights_digest=source.weights_digest(),
+        num_params=source.num_params,
+        eos_token_ids=tuple(int(i) for i in source.eos_token_ids),
+        bos_token_id=source.bos_token_id,
+        text_kind=source.text_files().kind,
+        model_config=source.model_config(),
+    )
+
+
+def _catalog(options: CoreOptions) -> Catalog:
+    assert options.prefill_chunk is not None
+    return serving_catalog(max_slots=options.max_slots, prefill_chunk=options.prefill_chunk)
+
+
+def _budget(options: CoreOptions) -> int | None:
+    return device_budget(options.memory_utilization)
+
+
+def _plan(
+    model: Model,
+    asked: CoreOptions,
+    resolved: CoreOptions,
+    stored: Manifest | None,
+    config_digest: str,
+    factory: ProgramFactory,
+) -> tuple[Dims, MemoryPlan]:
+    """The memory plan; that of an earlier prepare with the same options while it still fits.
+
+    Free memory differs from start to start: without this, the number of pages, and with it
+    every program, would too.
+    """
+    budget = _budget(resolved)
+    if stored is not None and stored.asked == asked and stored.source.config_digest == config_digest:
+        pages = dataclasses.replace(resolved, num_pages=stored.dims.num_pages - 1)
+        with contextlib.suppress(ConfigError):
+            return plan_memory(model, pages, factory.abstract_state, budget)
+    return plan_memory(model, resolved, factory.abstract_state, budget)
+
+
+def _why_rejected(stored: Manifest, manifest: Manifest) -> str:
+    """Why the stored programs cannot serve `manifest`; "" when they can."""
+    lines = differences(stored.fingerprint, manifest.fingerprint)
+    if stored.source.config_digest != manifest.source.config_digest:
+        lines.append("the core is of another model")
+    if stored.options.dtype != manifest.options.dtype:
+        lines.append(f"dtype was {stored.options.dtype}, is {manifest.options.dtype}")
+    for field in dataclasses.fields(Dims):
+        old, new = getattr(stored.dims, field.name), getattr(manifest.dims, field.name)
+        if old != new:
+            lines.append(f"{field.name} was {old}, is {new}")
+    return "; ".join(lines)
+
+
+def _open(job: _Job) -> PreparedCore:
+    """Steps 3 to 5 of the module docstring."""
+    _keep_stored(job)
+    _checkpoint(job)
+    params = _weights(job)
+    text = _text(job)
+    _checkpoint(job)
+    compiler = Compiler(job.model, job.manifest.dims, job.manifest.options.dtype, job.factory)
+    store = ProgramStore(
+        directory=job.root,
+        manifest=job.manifest,
+        compiler=compiler,
+        writable=job.writable,
+        reject=job.reject,
+        retry_failed=job.source is not None,
+        progress=job.progress,
+    )
+    programs = store.obtain()
+    calls = {shape: executable.call for shape, executable in programs.executables.items()}
+    runner = DeviceRunner(calls, params, compiler.compile_new_state(), job.manifest.dims)
+    try:
+        smoke(runner, _to_check(job, programs), job.manifest.dims, job.progress)
+    except BaseException:
+        runner.close()
+        raise
+    job.on_disk = programs.manifest
+    job.manifest = dataclasses.replace(programs.manifest, complete=True)
+    _checkpoint(job)
+    _remove_stale(job)
+    return _core(job, programs, params, runner, text)
+
+
+def _keep_stored(job: _Job) -> None:
+    """Takes over from the stored manifest what is still valid."""
+    if job.stored is None:
+        return
+    kept: dict[str, Any] = {"complete": job.stored.complete and not job.reject}
+    if not job.reject:
+        kept |= {"programs": job.stored.programs, "failed": job.stored.failed}
+    if job.source is None or _same_weights(job.stored, job.manifest):
+        kept |= {"weights": job.stored.weights, "text": job.stored.text}
+    job.manifest = dataclasses.replace(job.manifest, **kept)
+
+
+def _checkpoint(job: _Job) -> None:
+    """Writes the manifest if it changed, so that a kill from here on loses nothing stored."""
+    if job.writable and job.manifest != job.on_disk:
+        write_manifest(job.root, job.manifest)
+    job.on_disk = job.manifest
+
+
+def _weights(job: _Job) -> Any:
+    """The weights on the device; `job.manifest` then tells which files keep them."""
+    dtype, kept = job.manifest.options.dtype, job.manifest.weights
+    if kept or job.source is None:
+        try:
+            return restore(job.root, kept, job.model, dtype, job.progress)
+        except CoreError as error:
+            if job.source is None:
+                raise CoreError(f"{job.root}: {error}; prepare the core again from its model") from error
+            job.progress(NOTE, 0, 0, f"{error}; reading the model's weights again")
+    params = convert(job.source, dtype, job.progress)
+    files = save(job.root, params, job.plan.params_bytes, job.progress) if job.writable else ()
+    job.manifest = dataclasses.replace(job.manifest, weights=files)
+    return params
+
+
+def _same_weights(stored: Manifest, manifest: Manifest) -> bool:
+    """Whether converting again would give what is stored (same files, dtype and converter)."""
+    return (
+        stored.source.weights_digest == manifest.source.weights_digest
+        and stored.source.config_digest == manifest.source.config_digest
+        and stored.options.dtype == manifest.options.dtype
+        and stored.fingerprint.get("sources") == manifest.fingerprint.get("sources")
+    )
+
+
+def _text(job: _Job) -> pathlib.Path:
+    """Where the text files lie: in the core, or with the model if the core cannot be written."""
+    kept = job.manifest.text
+    if kept or job.source is None:
+        try:
+            check_files(job.root, kept)
+            return job.root / TEXT_DIR
+        except CoreError as error:
+            if job.source is None:
+                raise CoreError(f"{job.root}: {error}; prepare the core again from its model") from error
+    files = job.source.text_files()
+    if not job.writable:
+        return pathlib.Path(files.path)
+    job.manifest = dataclasses.replace(job.manifest, text=copy_text_files(files, job.root))
+    return job.root / TEXT_DIR
+
+
+def _to_check(job: _Job, programs: ProgramSet) -> list[ProgramShape]:
+    """The programs to execute once: all, or the cheap ones of a core that was checked before."""
+    shapes = sorted(programs.executables)
+    if job.stored is None or not job.stored.complete or job.manifest.fingerprint["backend"] != "cpu":
+        return shapes
+    compiled = {s for s in shapes if programs.reports[s].status is ProgramStatus.COMPILED}
+    return [s for s in shapes if s in compiled or s.token_capacity <= QUICK_TOKENS]
+
+
+def _remove_stale(job: _Job) -> None:
+    """Deletes program files that the manifest does not name (another catalogue's)."""
+    if not job.writable:
+        return
+    kept = {entry.file for entry in job.manifest.programs}
+    for path in (job.root / PROGRAMS_DIR).glob("*"):
+        if path.relative_to(job.root).as_posix() not in kept and path.is_file():
+            path.unlink(missing_ok=True)
+    if not job.manifest.programs:
+        shutil.rmtree(job.root / PROGRAMS_DIR, ignore_errors=True)
+
+
+def _core(job: _Job, programs: ProgramSet, params: Any, runner: DeviceRunner, text_path: pathlib.Path) -> PreparedCore:
+    info = job.manifest.source
+    return PreparedCore(
+        catalog=Catalog(tuple(programs.executables)),
+        dims=job.manifest.dims,
+        model=job.model,
+        options=job.manifest.options,
+        memory=job.plan,
+        report=tuple(programs.reports[shape] for shape in sorted(programs.reports)),
+        notes=tuple(job.notes),
+        source_info=CoreSourceInfo(
+            name=info.name,
+            family=info.family,
+            num_params=info.num_params,
+            eos_token_ids=info.eos_token_ids,
+            bos_token_id=info.bos_token_id,
+            text_path=text_path,
+        ),
+        directory=job.root,
+        params=params,
+        runner=runner,
+    )
