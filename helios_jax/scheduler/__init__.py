@@ -1,1 +1,81 @@
+"""Pure scheduler of prepared programs: state + event -> state, state -> plan.
 
+No jax, clock, random number, input or output, or log inside. `Scheduler` holds the state for
+the engine; the functions are for tests, simulation and replay.
+"""
+
+from helios_jax.scheduler.catalog import MAX_SLOTS, Catalog, ProgramKind, ProgramShape, serving_catalog
+from helios_jax.scheduler.completion import complete
+from helios_jax.scheduler.counters import snapshot_counters
+from helios_jax.scheduler.invariants import check_invariants
+from helios_jax.scheduler.lifecycle import (
+    admit,
+    advance_to,
+    can_admit,
+    cancel,
+    commit,
+    finish,
+    preempt,
+    published_output,
+)
+from helios_jax.scheduler.policy import POLICY_PRESETS, PolicyConfig, plan_next, policy_preset
+from helios_jax.scheduler.scheduler import Scheduler
+from helios_jax.scheduler.state import State, configure_policy, new_state, state_digest
+from helios_jax.scheduler.types import (
+    CompletionRecord,
+    Event,
+    ExecutionTiming,
+    Fence,
+    FinishReason,
+    GeneratedToken,
+    Lane,
+    LaneRole,
+    Limits,
+    RequestFinished,
+    RequestHandle,
+    RequestSpec,
+    ScheduledPlan,
+    SelectionReason,
+)
+
+__all__ = [
+    "MAX_SLOTS",
+    "POLICY_PRESETS",
+    "Catalog",
+    "CompletionRecord",
+    "Event",
+    "ExecutionTiming",
+    "Fence",
+    "FinishReason",
+    "GeneratedToken",
+    "Lane",
+    "LaneRole",
+    "Limits",
+    "PolicyConfig",
+    "ProgramKind",
+    "ProgramShape",
+    "RequestFinished",
+    "RequestHandle",
+    "RequestSpec",
+    "ScheduledPlan",
+    "Scheduler",
+    "SelectionReason",
+    "State",
+    "admit",
+    "advance_to",
+    "can_admit",
+    "cancel",
+    "check_invariants",
+    "commit",
+    "complete",
+    "configure_policy",
+    "finish",
+    "new_state",
+    "plan_next",
+    "policy_preset",
+    "preempt",
+    "published_output",
+    "serving_catalog",
+    "snapshot_counters",
+    "state_digest",
+]

@@ -124,7 +124,7 @@ def prompt_buckets(max_tokens: int) -> tuple[int, ...]:
     (so a prime chunk size still has a program, the buffer being the rounded size).
     """
     top = -(-max_tokens // 64) * 64
-    return tuple(b for b in PROMPT_BUCKETS if b < top) + (top,)
+    return (*(b for b in PROMPT_BUCKETS if b < top), top)
 
 
 def serving_catalog(*, max_slots: int, prefill_chunk: int) -> Catalog:

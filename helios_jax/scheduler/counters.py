@@ -1,0 +1,50 @@
+"""Counters and gauges of a state under the names that monitoring sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from helios_jax.scheduler.programs import KINDS
+from helios_jax.scheduler.state import FINISHES, REASONS, Phase, State
+
+
+def _labelled(labels: Iterable[str], totals: Iterable[int]) -> dict[str, int]:
+    return {str(label): int(total) for label, total in zip(labels, totals, strict=True)}
+
+
+def snapshot_counters(state: State) -> dict[str, int | dict[str, int]]:
+    """Everything countable, plain integers; a mapping where a label (reason, kind) tells apart.
+
+    `..._by_kind` hold the kinds of the catalogue only. `pages_used` counts pages in tables,
+    `pages_reserved` the worst case promised to the requests that own a slot.
+    """
+    counters, phase = state.counters, state.requests.phase
+    present = [i for i, kind in enumerate(KINDS) if any(shape.kind is kind for shape in state.catalog)]
+
+    def by_kind(totals: tuple[int, ...]) -> dict[str, int]:
+        return {str(KINDS[i]): totals[i] for i in present}
+
+    return {
+        "flare_scheduler_executions_total": _labelled(REASONS, counters.executions),
+        "flare_scheduler_execution_nanoseconds_total": _labelled(REASONS, counters.execution_ns),
+        "programs_by_kind": by_kind(counters.programs),
+        "used_tokens_by_kind": by_kind(counters.used_tokens),
+        "padded_tokens_by_kind": by_kind(counters.padded_tokens),
+        "requests_admitted": counters.admitted,
+        "requests_finished": _labelled(FINISHES, counters.finished),
+        "requests_cancelled": counters.cancelled,
+        "requests_preempted": counters.preempted,
+        "completions_ignored": counters.ignored_completions,
+        "frames_unmeasured": counters.unmeasured_frames,
+        "frames_in_flight": len(state.frames),
+        "slots_total": state.limits.slots,
+        "slots_used": int(np.count_nonzero(phase != Phase.FREE)),
+        "pages_total": state.limits.pages,
+        "pages_free": state.pool.num_free,
+        "pages_used": int(state.pool.held.sum()),
+        "pages_reserved": int(state.requests.reserved_pages.sum()),
+        "programs_measured": int(np.count_nonzero(state.costs.estimate_ns)),
+        "programs_total": len(state.catalog),
+    }

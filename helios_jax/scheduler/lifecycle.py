@@ -1,0 +1,306 @@
+"""Events of a request's life as pure functions: state in, new state out, or an error.
+
+1. `admit` takes a slot and reserves worst-case pages, or says why it cannot.
+2. `commit` checks a plan against the present and owns what it needs until its fence completes.
+3. `complete` (module `completion`) validates every lane, then accounts for all of them.
+4. `published_output` corrects the last interval once visible output has left the host.
+5. `cancel`, `finish` and `preempt` stop selection at once; slot and pages stay owned through
+   the last submitted fence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from helios_jax.errors import CapacityError, InvariantError, RequestError, StalePlanError
+from helios_jax.scheduler.policy import needs_feedback
+from helios_jax.scheduler.programs import KINDS, index_of, physical_tokens
+from helios_jax.scheduler.resources import PagePool, give_back, pages_for, take
+from helios_jax.scheduler.service import corrected_delivery, current_rates
+from helios_jax.scheduler.state import FINISHES, MAX_FRAMES, Counters, Frame, Phase, State
+from helios_jax.scheduler.types import (
+    Fence,
+    FinishReason,
+    LaneRole,
+    RequestHandle,
+    RequestSpec,
+    ScheduledPlan,
+)
+
+
+def advance_to(state: State, now_ns: int) -> State:
+    """Move the clock forward.
+
+    Raises:
+        InvariantError: The time runs backwards; feed a monotonic clock.
+    """
+    if now_ns < state.now_ns:
+        raise InvariantError(f"advance_to({now_ns}) runs backwards from {state.now_ns}")
+    return dataclasses.replace(state, now_ns=int(now_ns))
+
+
+def can_admit(state: State, spec: RequestSpec) -> bool:
+    """Whether a slot and the worst-case pages of `spec` are free now.
+
+    Raises:
+        RequestError: It can never fit.
+    """
+    needed = required_pages(state, spec)
+    promised = int(state.requests.reserved_pages.sum())
+    return bool((state.requests.phase == Phase.FREE).any()) and promised + needed <= state.limits.pages
+
+
+def required_pages(state: State, spec: RequestSpec) -> int:
+    """Worst-case pages of a request, prompt and all output.
+
+    Raises:
+        RequestError: The request is malformed or can never fit; the message has the numbers.
+    """
+    prompt_len, limits = len(spec.prompt), state.limits
+    if np.ndim(spec.prompt) != 1 or prompt_len < 1:
+        raise RequestError("the prompt must hold at least one token", param="prompt", code="invalid_value")
+    if spec.max_tokens < 0 or (spec.max_tokens == 0 and not spec.scored):
+        message = f"max_tokens must be at least 1 (0 only for a scored prompt), got {spec.max_tokens}"
+        raise RequestError(message, param="max_tokens", code="invalid_value")
+    if not 0 <= spec.output_len < prompt_len:
+        message = f"output_len must be 0 to {prompt_len - 1}, got {spec.output_len}"
+        raise RequestError(message, param="output_len", code="invalid_value")
+    if spec.scored and not len(state.programs.scored_prefill):
+        raise RequestError("this core has no scored prefill programs", param="prompt_logprobs", code="unsupported")
+    total = prompt_len + spec.max_tokens
+    if total > limits.max_context:
+        message = (
+            f"{prompt_len} prompt tokens and max_tokens {spec.max_tokens} need {total} tokens of context, "
+            f"the limit is {limits.max_context}; shorten the prompt or lower max_tokens"
+        )
+        raise RequestError(message, param="prompt", code="context_length_exceeded")
+    needed = pages_for(total, limits.page_size)
+    if needed > limits.pages:
+        message = (
+            f"{prompt_len} prompt tokens and max_tokens {spec.max_tokens} need {needed} pages of "
+            f"{limits.page_size} tokens, the cache has {limits.pages}; shorten the prompt or lower max_tokens"
+        )
+        raise RequestError(message, param="max_tokens", code="context_length_exceeded")
+    return needed
+
+
+def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestHandle]:
+    """Give a request the lowest free slot; it takes part in the next plan.
+
+    A request that is admitted while a frame runs is outside that frame's interval.
+
+    Raises:
+        RequestError: It can never fit.
+        CapacityError: No slot or pages now; wait for a request to retire.
+    """
+    needed = required_pages(state, spec)
+    if not can_admit(state, spec):
+        free = state.limits.pages - int(state.requests.reserved_pages.sum())
+        slots = int(np.count_nonzero(state.requests.phase == Phase.FREE))
+        raise CapacityError(f"the request needs a slot and {needed} pages; {slots} slots and {free} pages are free")
+    slot = int(np.flatnonzero(state.requests.phase == Phase.FREE)[0])
+    requests = state.requests.draft()
+    requests.phase[slot] = Phase.INITIALIZE
+    requests.generation[slot] += 1
+    requests.epoch[slot] += 1
+    requests.prompt_len[slot], requests.max_tokens[slot] = len(spec.prompt), spec.max_tokens
+    requests.scored[slot] = spec.scored
+    requests.endpoint[slot] = next_endpoint(spec, 0)
+    requests.reserved_pages[slot], requests.last_use_ns[slot] = needed, now_ns
+    specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])
+    counters = dataclasses.replace(state.counters, admitted=state.counters.admitted + 1)
+    admitted = dataclasses.replace(
+        state, now_ns=max(state.now_ns, int(now_ns)), requests=requests.sealed(), specs=specs, counters=counters
+    )
+    return admitted, RequestHandle(slot, int(requests.generation[slot]))
+
+
+def next_endpoint(spec: RequestSpec, consumed: int) -> int:
+    """The first message end after `consumed` prompt tokens, or the end of the prompt."""
+    prompt_len = len(spec.prompt)
+    return min((end for end in spec.message_ends if consumed < end < prompt_len), default=prompt_len)
+
+
+def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
+    """Take ownership for a plan that is about to be submitted; selection is not rerun.
+
+    Freezes the interval's participants with their normalisers, and gives every lane the pages
+    that it writes. Freshness is checked again: a saved plan can outlive its estimate.
+
+    Raises:
+        StalePlanError: A lane's request changed since the plan was made, or the window is
+            not free; plan again.
+        InvariantError: The fence does not grow, or the program is not in the catalogue.
+    """
+    index = index_of(state.catalog, plan.shape)
+    if fence <= state.last_fence:
+        raise InvariantError(f"fence {fence} does not follow {state.last_fence}")
+    alone = plan.required_empty_queue or needs_feedback(state, index)
+    if state.frames and (alone or len(state.frames) >= MAX_FRAMES):
+        why = "needs completion feedback" if alone else "finds a full window"
+        raise StalePlanError(f"{plan.shape.name} {why} while fence {state.frames[-1].fence} is outstanding")
+    slots = _checked_lanes(state, plan)
+    requests, rates = state.requests.draft(), current_rates(state)
+    participants = np.where(requests.runnable, requests.generation, 0)
+    frame = Frame(fence, plan, state.now_ns, participants, rates.token_n, rates.delivery_n, rates.token_r)
+    for column in (participants, rates.token_n, rates.delivery_n, rates.token_r):
+        column.setflags(write=False)
+    requests.last_fence[slots], requests.last_use_ns[slots] = fence, state.now_ns
+    requests.epoch[slots] += 1
+    return dataclasses.replace(
+        state,
+        requests=requests.sealed(),
+        pool=_take_pages(state, plan),
+        frames=(*state.frames, frame),
+        last_fence=fence,
+        counters=_count_tokens(state.counters, plan),
+    )
+
+
+_PHASE_OF_ROLE = {LaneRole.INITIALIZE: Phase.INITIALIZE, LaneRole.PROMPT: Phase.PROMPT, LaneRole.DECODE: Phase.DECODE}
+
+
+def _checked_lanes(state: State, plan: ScheduledPlan) -> list[int]:
+    """Slots of the plan's lanes, every one still as it was when the plan was made."""
+    requests, slots = state.requests, [lane.handle.slot for lane in plan.lanes]
+    if not 1 <= len(set(slots)) == len(slots) == len(plan.epochs) <= plan.shape.batch_capacity:
+        raise StalePlanError(f"{plan.shape.name} cannot run {len(slots)} lanes with {len(plan.epochs)} epochs")
+    if sum(lane.length for lane in plan.lanes) > physical_tokens(plan.shape):
+        raise StalePlanError(f"the lanes do not fit the tokens of {plan.shape.name}")
+    for lane, epoch in zip(plan.lanes, plan.epochs, strict=True):
+        slot, generation = lane.handle
+        if not 0 <= slot < state.limits.slots or requests.generation[slot] != generation:
+            raise StalePlanError(f"{lane.handle} no longer holds its slot; plan again")
+        if requests.epoch[slot] != epoch or requests.phase[slot] != _PHASE_OF_ROLE[lane.role]:
+            raise StalePlanError(f"{lane.handle} changed since the plan was made; plan again")
+        if requests.committed_len[slot] != lane.start:
+            raise StalePlanError(f"{lane.handle} is at {requests.committed_len[slot]}, the plan starts at {lane.start}")
+    return slots
+
+
+def _take_pages(state: State, plan: ScheduledPlan) -> PagePool:
+    size, held = state.limits.page_size, state.pool.held
+    needs = [
+        (lane.handle.slot, more)
+        for lane in plan.lanes
+        if (more := pages_for(lane.start + lane.length, size) - int(held[lane.handle.slot])) > 0
+    ]
+    return take(state.pool, needs) if needs else state.pool
+
+
+def _count_tokens(counters: Counters, plan: ScheduledPlan) -> Counters:
+    kind, used = KINDS.index(plan.shape.kind), sum(lane.length for lane in plan.lanes)
+    padded = physical_tokens(plan.shape) - used
+    return dataclasses.replace(
+        counters,
+        programs=_added(counters.programs, kind, 1),
+        used_tokens=_added(counters.used_tokens, kind, used),
+        padded_tokens=_added(counters.padded_tokens, kind, padded),
+    )
+
+
+def _added(totals: tuple[int, ...], index: int, amount: int) -> tuple[int, ...]:
+    return (*totals[:index], totals[index] + amount, *totals[index + 1 :])
+
+
+def published_output(state: State, handle: RequestHandle, fence: Fence) -> State:
+    """Report the first visible output of a request from the fence completed last.
+
+    Replaces that interval's delivery update by one served delivery, computed from the price
+    before the interval, and resets the output age to now. Later output of the same burst and
+    a handle that no longer holds its slot change nothing.
+
+    Raises:
+        InvariantError: Another frame completed since, or the fence served no tokens to the
+            handle; report publications before the next completion.
+    """
+    interval, (slot, generation) = state.interval, handle
+    if interval is None or interval.fence != fence:
+        last = interval.fence if interval else "none"
+        raise InvariantError(f"publication of fence {fence} reported after the completion of {last}")
+    if not 0 <= slot < state.limits.slots or interval.served[slot] != generation:
+        raise InvariantError(f"fence {fence} served no tokens to {handle}")
+    current = state.requests.generation[slot] == generation and state.requests.phase[slot] == Phase.DECODE
+    if interval.published[slot] or not current:
+        return state
+    requests, published = state.requests.draft(), interval.published.copy()
+    requests.visible_ns[slot], published[slot] = state.now_ns, True
+    if interval.duration_ms > 0:
+        requests.delivery_r[slot] = corrected_delivery(
+            float(interval.delivery_r[slot]),
+            interval.duration_ms,
+            float(interval.delivery_n[slot]),
+            state.policy.adaptation_ms,
+        )
+    published.setflags(write=False)
+    return dataclasses.replace(
+        state, requests=requests.sealed(), interval=dataclasses.replace(interval, published=published)
+    )
+
+
+def cancel(state: State, handle: RequestHandle) -> State:
+    """The client went away: stop selecting the request; a handle that has ended already changes nothing."""
+    if not _is_running(state, handle):
+        return state
+    counters = dataclasses.replace(state.counters, cancelled=state.counters.cancelled + 1)
+    return retire(dataclasses.replace(state, counters=counters), [handle.slot])
+
+
+def preempt(state: State, handle: RequestHandle) -> State:
+    """Retire the execution of a request without completing its response; it may be admitted again."""
+    if not _is_running(state, handle):
+        return state
+    counters = dataclasses.replace(state.counters, preempted=state.counters.preempted + 1)
+    return retire(dataclasses.replace(state, counters=counters), [handle.slot])
+
+
+def finish(state: State, handle: RequestHandle, reason: FinishReason) -> State:
+    """The host ended the output (a stop string, an error of its own)."""
+    if not _is_running(state, handle):
+        return state
+    return retire(dataclasses.replace(state, counters=count_finish(state.counters, reason)), [handle.slot])
+
+
+def count_finish(counters: Counters, reason: FinishReason) -> Counters:
+    return dataclasses.replace(counters, finished=_added(counters.finished, FINISHES.index(reason), 1))
+
+
+def _is_running(state: State, handle: RequestHandle) -> bool:
+    """Whether the handle's request may still be selected.
+
+    Raises:
+        InvariantError: The handle was never given out.
+    """
+    slot, generation = handle
+    if not 0 <= slot < state.limits.slots or not 1 <= generation <= state.requests.generation[slot]:
+        raise InvariantError(f"{handle} was never given out")
+    return bool(state.requests.generation[slot] == generation and state.requests.runnable[slot])
+
+
+def retire(state: State, slots: list[int]) -> State:
+    """End the occupants of `slots`; free those that no outstanding fence names."""
+    requests = state.requests.draft()
+    requests.phase[slots] = Phase.RETIRING
+    requests.epoch[slots] += 1
+    return release(dataclasses.replace(state, requests=requests.sealed()))
+
+
+def release(state: State) -> State:
+    """Free every retiring slot whose last submitted fence is complete."""
+    retiring = np.flatnonzero(state.requests.phase == Phase.RETIRING)
+    if not len(retiring):
+        return state
+    owned = {lane.handle.slot for frame in state.frames for lane in frame.plan.lanes}
+    slots = [slot for slot in retiring.tolist() if slot not in owned]
+    if not slots:
+        return state
+    requests, specs = state.requests.draft(), list(state.specs)
+    for name in ("phase", "prompt_len", "max_tokens", "scored", "consumed_len", "committed_len", "output_len",
+                 "endpoint", "reserved_pages", "last_fence", "last_use_ns", "visible_ns"):  # fmt: skip
+        getattr(requests, name)[slots] = 0
+    requests.token_r[slots] = requests.delivery_r[slots] = np.nan
+    for slot in slots:
+        specs[slot] = None
+    return dataclasses.replace(state, requests=requests.sealed(), specs=tuple(specs), pool=give_back(state.pool, slots))

@@ -1,0 +1,139 @@
+"""Selection: useful value per time decides which program runs next, and for whom.
+
+The life of a decision:
+
+1. Prices, ages and durations are frozen (`new_decision`).
+2. Every loaded program gets its best cohort (`candidates`, `prerequisites`); redundant padding
+   and larger unmeasured prefills drop out there.
+3. An indeterminate candidate wins over a determinate one and then competes by value;
+   determinate ones compete by value per time less the waiting that they impose.
+4. Ties fall by shorter known time, more served requests, less recently used requests, smaller
+   padding, mean time of last use, slot number.
+5. The winner becomes a `ScheduledPlan`. Nothing is changed: `lifecycle.commit` does that.
+
+Per-chunk lateness, duration ceilings, smallest-fitting filters and forced oldest requests do
+not exist: efficiency and age are already in the score.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from helios_jax.scheduler.candidates import Candidates, Decision, decode_candidates, new_decision, prefill_candidates
+from helios_jax.scheduler.catalog import ProgramKind
+from helios_jax.scheduler.cost import is_fresh
+from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
+from helios_jax.scheduler.prerequisites import initialize_candidates
+from helios_jax.scheduler.state import MAX_FRAMES, State
+from helios_jax.scheduler.types import Lane, LaneRole, RequestHandle, ScheduledPlan, SelectionReason
+
+__all__ = ["POLICY_PRESETS", "PolicyConfig", "needs_feedback", "plan_next", "policy_preset", "scores"]
+
+_NEVER = np.iinfo(np.int64).max
+_ROLES = {
+    ProgramKind.INITIALIZE: LaneRole.INITIALIZE,
+    ProgramKind.PREFILL: LaneRole.PROMPT,
+    ProgramKind.SCORED_PREFILL: LaneRole.PROMPT,
+    ProgramKind.DECODE: LaneRole.DECODE,
+}
+
+
+def plan_next(state: State) -> ScheduledPlan | None:
+    """The best next program, or None when nothing is runnable or the window is full.
+
+    Cost: O(programs x slots) array work, no loop over their product.
+    """
+    if len(state.frames) >= MAX_FRAMES or not state.requests.runnable.any():
+        return None
+    decision = new_decision(state)
+    candidates = _all_candidates(decision)
+    if candidates is None:
+        return None
+    rates = scores(candidates, decision.values.waiting)
+    return _plan(decision, candidates, _winner(decision, candidates, rates), rates)
+
+
+def scores(candidates: Candidates, waiting: float) -> np.ndarray:
+    """Scaled score of each candidate, float64 [C].
+
+    Determinate: value / T - T / 2 * sum c, T being the whole sequence. Indeterminate: an
+    optimistic work score, the value itself (its age credit was formed with T = 0).
+    """
+    duration = np.where(candidates.known, candidates.duration_ms, 1.0)
+    return np.where(candidates.known, candidates.value / duration - 0.5 * duration * waiting, candidates.value)
+
+
+def needs_feedback(state: State, index: int) -> bool:
+    """Whether a program must run alone and be completed before anything is queued behind it.
+
+    Only decode may be queued, and only with a measured and fresh duration.
+    """
+    queueable = state.catalog.shapes[index].kind is ProgramKind.DECODE
+    return not (queueable and is_fresh(state.costs, index, state.now_ns, state.policy.estimate_ttl_ns))
+
+
+def _all_candidates(decision: Decision) -> Candidates | None:
+    blocks = [decode_candidates(decision)]
+    for scored in (False, True):
+        blocks.append(prefill_candidates(decision, scored=scored))
+        blocks.extend(initialize_candidates(decision, scored=scored))
+    found = [block for block in blocks if block is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return Candidates(*[np.concatenate(column) for column in zip(*found, strict=True)])
+
+
+def _winner(decision: Decision, candidates: Candidates, rates: np.ndarray) -> int:
+    """Row of the winner: discovery first, then score, then the tie order."""
+    known = candidates.known
+    eligible = known if known.all() else ~known
+    best = rates[eligible].max()
+    tied = np.flatnonzero(eligible & (rates == best))
+    if len(tied) == 1:
+        return int(tied[0])
+    served = candidates.members[tied] | (candidates.work[tied] > 0)
+    used_ns = np.where(served, decision.state.requests.last_use_ns, _NEVER)
+    count = served.sum(axis=1)
+    mean_use = np.where(served, used_ns, 0).sum(axis=1, dtype=np.float64) / count
+    keys = (
+        candidates.first[tied],
+        served.argmax(axis=1),
+        mean_use,
+        candidates.padding[tied],
+        used_ns.min(axis=1),
+        -count,
+        candidates.duration_ms[tied],
+    )
+    return int(tied[np.lexsort(keys)[0]])
+
+
+def _plan(decision: Decision, candidates: Candidates, row: int, rates: np.ndarray) -> ScheduledPlan:
+    state, index = decision.state, int(candidates.first[row])
+    shape = state.catalog.shapes[index]
+    slots = np.flatnonzero(candidates.members[row])
+    estimate = int(state.costs.estimate_ns[index])
+    return ScheduledPlan(
+        shape=shape,
+        lanes=_lanes(state, _ROLES[shape.kind], slots, candidates.work[row]),
+        epochs=tuple(state.requests.epoch[slots].tolist()),
+        estimated_duration_ns=estimate,
+        value_rate=float(rates[row]),
+        log_scale=decision.values.log_scale,
+        reason=SelectionReason.ORDINARY if estimate else SelectionReason.DISCOVERY,
+        required_empty_queue=needs_feedback(state, index),
+    )
+
+
+def _lanes(state: State, role: LaneRole, slots: np.ndarray, work: np.ndarray) -> tuple[Lane, ...]:
+    requests = state.requests
+    handles = map(RequestHandle, slots.tolist(), requests.generation[slots].tolist())
+    starts = requests.committed_len[slots]
+    lengths = np.zeros_like(starts) if role is LaneRole.INITIALIZE else work[slots]
+    if role is LaneRole.PROMPT:
+        emits = (starts + lengths == requests.prompt_len[slots]) & (requests.max_tokens[slots] > 0)
+    else:
+        emits = np.full(len(slots), role is LaneRole.DECODE)
+    return tuple(
+        Lane(handle, role, *rest)
+        for handle, *rest in zip(handles, starts.tolist(), lengths.tolist(), emits.tolist(), strict=True)
+    )

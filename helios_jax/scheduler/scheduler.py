@@ -1,0 +1,91 @@
+"""Scheduler: a thin holder of the current state with the specification's method names.
+
+The engine uses this class; tests and the simulator use the functions. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from helios_jax.errors import InvariantError
+from helios_jax.scheduler import completion, lifecycle, policy
+from helios_jax.scheduler.catalog import Catalog
+from helios_jax.scheduler.counters import snapshot_counters
+from helios_jax.scheduler.preferences import PolicyConfig
+from helios_jax.scheduler.state import State, configure_policy, new_state
+from helios_jax.scheduler.types import (
+    CompletionRecord,
+    Event,
+    ExecutionTiming,
+    Fence,
+    FinishReason,
+    Limits,
+    RequestHandle,
+    RequestSpec,
+    ScheduledPlan,
+)
+
+
+class Scheduler:
+    """Holds a `State` and replaces it by the pure functions; a raised error leaves it as it was."""
+
+    def __init__(self, catalog: Catalog, limits: Limits, policy: PolicyConfig | None = None) -> None:
+        self._state = new_state(catalog, limits, policy)
+
+    @property
+    def state(self) -> State:
+        """The current state, a value."""
+        return self._state
+
+    def configure_policy(self, policy: PolicyConfig) -> None:
+        self._state = configure_policy(self._state, policy)
+
+    def can_admit(self, spec: RequestSpec) -> bool:
+        """Whether `admit` would succeed now. Raises RequestError when it never can."""
+        return lifecycle.can_admit(self._state, spec)
+
+    def admit(self, spec: RequestSpec, now_ns: int) -> RequestHandle:
+        self._state, handle = lifecycle.admit(self._state, spec, now_ns)
+        return handle
+
+    def advance_to(self, now_ns: int) -> None:
+        self._state = lifecycle.advance_to(self._state, now_ns)
+
+    def plan(self) -> ScheduledPlan | None:
+        return policy.plan_next(self._state)
+
+    def commit(self, plan: ScheduledPlan, fence: Fence) -> None:
+        self._state = lifecycle.commit(self._state, plan, fence)
+
+    def complete(self, fence: Fence, records: Sequence[CompletionRecord], timing: ExecutionTiming) -> tuple[Event, ...]:
+        self._state, events = completion.complete(self._state, fence, records, timing)
+        return events
+
+    def published_output(self, handle: RequestHandle, fence: Fence) -> None:
+        self._state = lifecycle.published_output(self._state, handle, fence)
+
+    def cancel(self, handle: RequestHandle) -> None:
+        self._state = lifecycle.cancel(self._state, handle)
+
+    def finish(self, handle: RequestHandle, reason: FinishReason) -> None:
+        self._state = lifecycle.finish(self._state, handle, reason)
+
+    def preempt(self, handle: RequestHandle) -> None:
+        self._state = lifecycle.preempt(self._state, handle)
+
+    def page_table(self, handle: RequestHandle) -> np.ndarray:
+        """int32 [used pages] of a request that owns its slot, in position order, read-only.
+
+        Raises:
+            InvariantError: The handle no longer owns its slot.
+        """
+        slot, generation = handle
+        if not 0 <= slot < self._state.limits.slots or self._state.requests.generation[slot] != generation:
+            raise InvariantError(f"{handle} does not own its slot")
+        return self._state.pool.tables[slot]
+
+    def snapshot_counters(self) -> dict[str, int | dict[str, int]]:
+        """Counters and gauges under the specification's names; labelled ones are mappings."""
+        return snapshot_counters(self._state)

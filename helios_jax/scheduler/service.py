@@ -1,0 +1,184 @@
+"""Service prices: reciprocal rates, their update, normalisers, reference intervals.
+
+A request's history is two numbers, the reciprocal token rate and the reciprocal delivery
+rate, r in ms per unit. They are physical: a coefficient, a phase or an estimate that changes
+leaves them alone, only measured service moves them. Price = coefficient * r.
+
+Symbols: r reciprocal rate (`token_r`, `delivery_r`), n normaliser in units/ms (`token_n`,
+`delivery_n`), D interval in ms, s service in units, tau `adaptation_ms`, K streams with
+deliveries, N participants, sigma reference interval in ms.
+
+Source: scheduling-utility.md sections 2 to 6.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from helios_jax.scheduler.cost import durations_ms
+from helios_jax.scheduler.state import Phase, State
+
+MIN_R, MAX_R = 1e-300, 1e300  # ms per unit; no formula stays positive and finite for every float64 input
+
+
+def clamp(r: np.ndarray) -> np.ndarray:
+    """Bring reciprocal rates into [1e-300, 1e300]; NaN (no history) stays NaN."""
+    return np.minimum(np.maximum(r, MIN_R), MAX_R)
+
+
+def update(
+    r: np.ndarray, duration_ms: np.ndarray | float, service: np.ndarray, n: np.ndarray, tau_ms: float
+) -> np.ndarray:
+    """Exact solution of the entropy-dual flow over one interval of constant service.
+
+        a  = s / (n tau)
+        r' = r exp(-a) + (D / s) (1 - exp(-a))    for s > 0
+        r' = r + D / (n tau)                      for s = 0
+
+    Args:
+        r: [...] reciprocal rates before, positive.
+        duration_ms: D > 0.
+        service: [...] units served, at least 0.
+        n: [...] normalisers, positive.
+        tau_ms: Adaptation time.
+
+    Returns:
+        [...] positive finite reciprocal rates; an intermediate that is not a number keeps r.
+
+    Source: scheduling-utility.md section 3, the physical form.
+    """
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        a = service / tau_ms / n
+        # (D / s)(1 - exp(-a)) = (D / (n tau)) phi(a): the second form where a is tiny or zero.
+        served = r * np.exp(-a) + (duration_ms / service) * -np.expm1(-a)
+        small = r * np.exp(-a) + duration_ms / tau_ms / n * (1.0 - 0.5 * a)
+        after = np.where(a > 1e-9, served, small)
+    return clamp(np.where(np.isnan(after), r, after))
+
+
+def reference_intervals(
+    family: np.ndarray, feasible: np.ndarray, duration_ms: np.ndarray, capacity: np.ndarray
+) -> np.ndarray:
+    """sigma of every delivery-bearing stream: K * min T / min(capacity, k) over its family.
+
+    Args:
+        family: int64 [slots] family of each stream, -1 for a request without deliveries.
+        feasible: bool [families, programs] programs that the members of a family can use.
+        duration_ms: float64 [programs], 0 = not measured; those take no part.
+        capacity: int64 [programs] batch capacities.
+
+    Returns:
+        float64 [slots], NaN where sigma is unknown.
+    """
+    sigma = np.full(len(family), np.nan)
+    streams = int(np.count_nonzero(family >= 0))
+    for number in range(len(feasible)):
+        members = family == number
+        k = int(np.count_nonzero(members))
+        usable = feasible[number] & (duration_ms > 0)
+        if k and usable.any():
+            sigma[members] = streams * (duration_ms[usable] / np.minimum(capacity[usable], k)).min()
+    return sigma
+
+
+def stream_families(state: State) -> tuple[np.ndarray, np.ndarray]:
+    """Families of the decoding streams: (family [slots], feasible [families, programs]).
+
+    A family is the set of streams that the same programs can serve. Nothing restricts a
+    stream of this catalogue, so all decoders are one family, served by the decode programs.
+    """
+    family = np.where(state.requests.phase == Phase.DECODE, 0, -1)
+    feasible = np.zeros((1, len(state.catalog)), np.bool_)
+    feasible[0, state.programs.decode] = True
+    return family, feasible
+
+
+class Rates(NamedTuple):
+    """What one decision or commit knows of service; float64 [slots], NaN = unknown.
+
+    `token_r` and `delivery_r` include the first values of requests without history.
+    """
+
+    token_r: np.ndarray
+    delivery_r: np.ndarray
+    sigma: np.ndarray
+    token_n: np.ndarray
+    delivery_n: np.ndarray
+
+
+def current_rates(state: State) -> Rates:
+    """Reciprocal rates, reference intervals and normalisers from measured programs only.
+
+    Source: scheduling-utility.md sections 3 (first values), 4 and 5.
+    """
+    requests, duration = state.requests, durations_ms(state.costs)
+    family, feasible = stream_families(state)
+    sigma = reference_intervals(family, feasible, duration, state.programs.batch)
+    with np.errstate(divide="ignore", over="ignore"):
+        delivery_n = 1.0 / sigma
+        # E, the expected committed tokens of a decode lane, is 1: its token normaliser is 1 / sigma.
+        participants = np.count_nonzero(requests.runnable)
+        token_n = np.where(
+            requests.phase == Phase.DECODE, delivery_n, prompt_normalisers(state, duration) / max(1, participants)
+        )
+        first = clamp(participants / token_n)
+    token_r = np.where(np.isnan(requests.token_r), first, requests.token_r)
+    delivery_r = np.where(np.isnan(requests.delivery_r), sigma, requests.delivery_r)
+    return Rates(token_r, delivery_r, sigma, token_n, delivery_n)
+
+
+def prompt_normalisers(state: State, duration_ms: np.ndarray) -> np.ndarray:
+    """float64 [slots]: max over measured prompt programs of (prompt tokens usable now / T)."""
+    requests = state.requests
+    remaining = requests.prompt_len - requests.consumed_len
+    best = np.full(len(remaining), np.nan)
+    waiting = requests.runnable & (remaining > 0)
+    if not waiting.any():
+        return best
+    for rows, scored in ((state.programs.prefill, False), (state.programs.scored_prefill, True)):
+        measured = rows[duration_ms[rows] > 0]
+        members = waiting & (requests.scored == scored)
+        if len(measured) and members.any():
+            usable = np.minimum(state.programs.tokens[measured, None], remaining[members])
+            best[members] = (usable / duration_ms[measured, None]).max(axis=0)
+    return best
+
+
+def charge_tokens(
+    token_r: np.ndarray, first_r: np.ndarray, members: np.ndarray, duration_ms: float, served: np.ndarray,
+    token_n: np.ndarray, tau_ms: float,
+) -> np.ndarray:  # fmt: skip
+    """Token histories after one measured interval; [slots] each.
+
+    Participants without history start from `first_r`; those whose normaliser is unknown, and
+    slots outside `members`, keep what they have.
+    """
+    start = np.where(np.isnan(token_r), first_r, token_r)
+    after = update(start, duration_ms, served, token_n, tau_ms)
+    return np.where(members & ~np.isnan(token_n) & ~np.isnan(start), after, token_r)
+
+
+def charge_deliveries(
+    delivery_r: np.ndarray, members: np.ndarray, duration_ms: float, delivery_n: np.ndarray, tau_ms: float
+) -> np.ndarray:
+    """Delivery histories after an interval without (yet) a delivery; [slots] each.
+
+    A stream without delivery history keeps none until its first publication.
+    """
+    after = update(delivery_r, duration_ms, np.zeros(len(delivery_r)), delivery_n, tau_ms)
+    return np.where(members & ~np.isnan(delivery_n) & ~np.isnan(delivery_r), after, delivery_r)
+
+
+def corrected_delivery(before_r: float, duration_ms: float, delivery_n: float, tau_ms: float) -> float:
+    """r after an interval whose publication was reported: the update with s = 1 from the r before it.
+
+    A missing history starts at one delivery over the frame's measured duration. Without a
+    normaliser the coordinate is not updated.
+    """
+    if np.isnan(before_r):
+        return float(clamp(np.float64(duration_ms)))
+    if np.isnan(delivery_n):
+        return before_r
+    return float(update(np.array([before_r]), duration_ms, np.ones(1), np.array([delivery_n]), tau_ms)[0])

@@ -1,0 +1,252 @@
+"""The scheduler's state: one frozen value, read-only columns with a row a slot.
+
+It deliberately knows no clock, device, queue of waiting requests or token text. The life of
+a slot:
+
+1. FREE. `admit` gives it a new generation, reserves worst-case pages: INITIALIZE.
+2. An initialise program completes: PROMPT. Prefills complete until the prompt is consumed.
+3. The last prefill samples the first token: DECODE, one pending token on the device.
+4. The request ends (stop token, length, error, host stop, cancel, preempt). With a frame in
+   flight that names it, it is RETIRING until that fence completes; then FREE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from helios_jax.errors import ConfigError
+from helios_jax.scheduler.catalog import MAX_SLOTS, Catalog
+from helios_jax.scheduler.cost import CostTable, new_costs
+from helios_jax.scheduler.preferences import PolicyConfig
+from helios_jax.scheduler.programs import KINDS, ProgramTable, tabulate
+from helios_jax.scheduler.resources import PagePool, new_pool
+from helios_jax.scheduler.types import Fence, FinishReason, Limits, RequestSpec, ScheduledPlan, SelectionReason
+
+MAX_FRAMES = 1  # frames in flight: the next plan waits for the completion of the one before
+REASONS = tuple(SelectionReason)
+FINISHES = tuple(FinishReason)
+
+
+class Phase(enum.IntEnum):
+    """Where the occupant of a slot is; the runnable phases are 1 to 3."""
+
+    FREE = 0
+    INITIALIZE = 1
+    PROMPT = 2
+    DECODE = 3
+    RETIRING = 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Requests:
+    """Columns of the request slots; int64 [slots] unless stated.
+
+    Attributes:
+        phase: A `Phase`.
+        generation: Of the current or last occupant; 0 before the first.
+        epoch: Grows with every change that makes a saved plan for the slot obsolete.
+        prompt_len, max_tokens: From the spec.
+        scored: bool, the prompt goes through scored-prefill programs.
+        consumed_len: Prompt tokens that have been through a prefill.
+        committed_len: Tokens whose keys and values are in the cache.
+        output_len: Tokens sampled since admission.
+        endpoint: Next message or prompt endpoint after `consumed_len`.
+        reserved_pages: Worst-case pages promised at admission.
+        last_fence: Last fence that names the slot, 0 if none.
+        last_use_ns: Last dispatch, or arrival before the first.
+        visible_ns: Last visible output, or the end of the prompt before the first.
+        token_r: float64, reciprocal token rate in ms/token, NaN without history.
+        delivery_r: float64, reciprocal delivery rate in ms/delivery, NaN without history.
+    """
+
+    phase: np.ndarray
+    generation: np.ndarray
+    epoch: np.ndarray
+    prompt_len: np.ndarray
+    max_tokens: np.ndarray
+    scored: np.ndarray
+    consumed_len: np.ndarray
+    committed_len: np.ndarray
+    output_len: np.ndarray
+    endpoint: np.ndarray
+    reserved_pages: np.ndarray
+    last_fence: np.ndarray
+    last_use_ns: np.ndarray
+    visible_ns: np.ndarray
+    token_r: np.ndarray
+    delivery_r: np.ndarray
+
+    def draft(self) -> Requests:
+        """A writable copy; `sealed` makes it a value again."""
+        return Requests(*[getattr(self, name).copy() for name in REQUEST_COLUMNS])
+
+    def sealed(self) -> Requests:
+        for name in REQUEST_COLUMNS:
+            getattr(self, name).setflags(write=False)
+        return self
+
+    @property
+    def runnable(self) -> np.ndarray:
+        """bool [slots], the residents that a plan may name."""
+        return (self.phase >= Phase.INITIALIZE) & (self.phase <= Phase.DECODE)
+
+
+REQUEST_COLUMNS = tuple(field.name for field in dataclasses.fields(Requests))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """A submitted plan and what `commit` froze for its accounting.
+
+    Attributes:
+        fence: Its fence.
+        plan: What runs.
+        dispatched_ns: When it was committed.
+        participants: int64 [slots] generation of each resident runnable request, else 0.
+        token_n, delivery_n: float64 [slots] normalisers, units/ms, NaN where unknown.
+        first_token_r: float64 [slots] the r that an unmeasured participant starts from.
+    """
+
+    fence: Fence
+    plan: ScheduledPlan
+    dispatched_ns: int
+    participants: np.ndarray
+    token_n: np.ndarray
+    delivery_n: np.ndarray
+    first_token_r: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Interval:
+    """The last completed frame, as far as a publication may still correct it.
+
+    Attributes:
+        fence: Its fence.
+        duration_ms: Measured interval, 0 when the timing was invalid.
+        served: int64 [slots] generation of each request that got tokens, else 0.
+        delivery_n: float64 [slots] normalisers frozen at commit.
+        delivery_r: float64 [slots] r before the interval.
+        published: bool [slots], corrected already.
+    """
+
+    fence: Fence
+    duration_ms: float
+    served: np.ndarray
+    delivery_n: np.ndarray
+    delivery_r: np.ndarray
+    published: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """Totals since the start; tuples follow `REASONS`, `KINDS` and `FINISHES`."""
+
+    executions: tuple[int, ...] = (0,) * len(REASONS)
+    execution_ns: tuple[int, ...] = (0,) * len(REASONS)
+    programs: tuple[int, ...] = (0,) * len(KINDS)
+    used_tokens: tuple[int, ...] = (0,) * len(KINDS)
+    padded_tokens: tuple[int, ...] = (0,) * len(KINDS)
+    admitted: int = 0
+    finished: tuple[int, ...] = (0,) * len(FINISHES)
+    cancelled: int = 0
+    preempted: int = 0
+    ignored_completions: int = 0
+    unmeasured_frames: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """Everything that the scheduler knows. Comparable by value, picklable, hashable."""
+
+    catalog: Catalog
+    programs: ProgramTable
+    limits: Limits
+    policy: PolicyConfig
+    now_ns: int
+    requests: Requests
+    specs: tuple[RequestSpec | None, ...]
+    costs: CostTable
+    pool: PagePool
+    frames: tuple[Frame, ...]
+    interval: Interval | None
+    last_fence: Fence
+    counters: Counters
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and state_digest(self) == state_digest(other)
+
+    def __hash__(self) -> int:
+        return hash(state_digest(self))
+
+
+def new_state(catalog: Catalog, limits: Limits, policy: PolicyConfig | None = None) -> State:
+    """A state without requests and without measurements.
+
+    Raises:
+        ConfigError: A limit out of range, or a catalogue that cannot serve a request.
+    """
+    if not 1 <= limits.slots <= MAX_SLOTS:
+        raise ConfigError(f"slots must be 1 to {MAX_SLOTS}, got {limits.slots}")
+    for name in ("pages", "page_size", "max_context"):
+        if getattr(limits, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, got {getattr(limits, name)}")
+    columns = {name: np.zeros(limits.slots, np.int64) for name in REQUEST_COLUMNS}
+    columns["scored"] = np.zeros(limits.slots, np.bool_)
+    for name in ("token_r", "delivery_r"):
+        columns[name] = np.full(limits.slots, np.nan)
+    return State(
+        catalog=catalog,
+        programs=tabulate(catalog),
+        limits=limits,
+        policy=policy or PolicyConfig(),
+        now_ns=0,
+        requests=Requests(**columns).sealed(),
+        specs=(None,) * limits.slots,
+        costs=new_costs(len(catalog)),
+        pool=new_pool(limits.pages, limits.slots),
+        frames=(),
+        interval=None,
+        last_fence=0,
+        counters=Counters(),
+    )
+
+
+def configure_policy(state: State, policy: PolicyConfig) -> State:
+    """Replace the preferences, before the first admission only.
+
+    Raises:
+        ConfigError: A request has been admitted already.
+    """
+    if state.counters.admitted:
+        raise ConfigError("configure_policy must be called before the first admission")
+    return dataclasses.replace(state, policy=policy)
+
+
+def state_digest(value: Any) -> str:
+    """A hash of a state's value: equal events give equal digests, on every run."""
+    digest = hashlib.blake2b(digest_size=16)
+    _feed(digest, value)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, np.ndarray):
+        digest.update(f"a{value.dtype}{value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    elif dataclasses.is_dataclass(value):
+        digest.update(type(value).__name__.encode())
+        for field in dataclasses.fields(value):
+            _feed(digest, getattr(value, field.name))
+    elif isinstance(value, tuple):
+        digest.update(f"t{len(value)}".encode())
+        for item in value:
+            _feed(digest, item)
+    elif isinstance(value, frozenset):
+        _feed(digest, tuple(sorted(value)))
+    else:
+        digest.update(f"{type(value).__name__}:{value!r};".encode())

@@ -1,0 +1,198 @@
+"""Value arithmetic and cohort selection: arrays in, arrays out, no state.
+
+Every value of one decision is divided by one positive scale m, the largest absolute term, so
+that prices anywhere in float64 stay representable. Terms are formed as logarithms first:
+a coefficient times a reciprocal rate may overflow although their ratio to m does not.
+
+The cohort searches take programs along the first axis and requests along the second.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from helios_jax.scheduler.preferences import PolicyConfig
+
+
+class Values(NamedTuple):
+    """Scaled values of one decision; float64 [slots] where not stated.
+
+    Attributes:
+        prompt_token: 1 + f r, one consumed prompt token.
+        output_token: beta + f r, one committed output token.
+        delivery: g r, one delivery.
+        age_price: c sigma of a decoder, value/ms; times (A + T) it is the age credit.
+        age_ms: A, age of a decoder's last visible output.
+        waiting: c summed over the active decoders, value/ms^2 (a number).
+        log_scale: ln m.
+    """
+
+    prompt_token: np.ndarray
+    output_token: np.ndarray
+    delivery: np.ndarray
+    age_price: np.ndarray
+    age_ms: np.ndarray
+    waiting: float
+    log_scale: float
+
+
+def scaled_values(
+    policy: PolicyConfig, token_r: np.ndarray, delivery_r: np.ndarray, sigma: np.ndarray, age_ms: np.ndarray,
+    prompting: np.ndarray, decoding: np.ndarray, longest_ms: float,
+) -> Values:  # fmt: skip
+    """Prices of one decision over their common scale.
+
+    Args:
+        token_r, delivery_r, sigma: [slots] ms per unit and ms; NaN = unknown, its part is 0.
+        age_ms: [slots] at least 0.
+        prompting, decoding: bool [slots], disjoint.
+        longest_ms: The longest duration that any candidate may have, 0 if none is measured.
+    """
+    with np.errstate(divide="ignore"):
+        fair = np.log(policy.token_fairness) + _log_or_nothing(token_r)
+        delivered = np.where(decoding, np.log(policy.delivery_fairness) + _log_or_nothing(delivery_r), -np.inf)
+        aged = np.where(decoding, np.log(policy.decode_age_price) + _log_or_nothing(sigma), -np.inf)
+        token_value = np.log(policy.output_token_value)
+        waits = np.log(policy.decode_age_price) + np.log(max(1, np.count_nonzero(decoding)))
+        if not decoding.any():
+            waits = -np.inf
+        credit = aged + np.log(age_ms + longest_ms)
+        longest_wait = waits + 2.0 * np.log(longest_ms)
+    active = prompting | decoding
+    parts = [np.where(active, fair, -np.inf), delivered, credit]
+    largest = max(float(np.max(part, initial=-np.inf)) for part in parts)
+    intrinsic = max(0.0 if prompting.any() else -np.inf, token_value if active.any() else -np.inf)
+    log_scale = float(max(largest, intrinsic, longest_wait))
+    if log_scale == -np.inf:
+        log_scale = 0.0
+    with np.errstate(under="ignore"):
+        fairness = np.where(active, np.exp(np.minimum(0.0, fair - log_scale)), 0.0)
+        return Values(
+            prompt_token=np.where(prompting, np.exp(-max(log_scale, 0.0)), 0.0) + fairness,
+            output_token=np.where(active, np.exp(min(0.0, token_value - log_scale)), 0.0) + fairness,
+            delivery=np.exp(delivered - log_scale),
+            age_price=np.exp(aged - log_scale),
+            age_ms=age_ms,
+            waiting=float(np.exp(waits - log_scale)),
+            log_scale=log_scale,
+        )
+
+
+def _log_or_nothing(values: np.ndarray) -> np.ndarray:
+    """Logarithms with an unknown (NaN) value contributing nothing."""
+    return np.where(np.isnan(values), -np.inf, np.log(values))
+
+
+def top_cohorts(values: np.ndarray, capacities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The highest additive lane values for each program: exact when no row budget binds.
+
+    Lane values are at least 0, and equal values prefer more requests, so a cohort is always as
+    full as it can be. Equal lanes keep the caller's order.
+
+    Args:
+        values: [C, n] lane values at each program's duration.
+        capacities: int [C] request rows.
+
+    Returns:
+        Membership bool [C, n] and total value [C].
+    """
+    order = np.argsort(-values, axis=1, kind="stable")
+    chosen = np.arange(values.shape[1]) < capacities[:, None]
+    totals = np.where(chosen, np.take_along_axis(values, order, 1), 0.0).sum(axis=1)
+    members = np.zeros(values.shape, np.bool_)
+    np.put_along_axis(members, order, chosen, 1)
+    return members, totals
+
+
+class PromptRows(NamedTuple):
+    """Prompts that may be prefilled; [n] each.
+
+    Attributes:
+        remaining: int64, tokens still to consume, at least 1.
+        token_value: Scaled value of one prompt token.
+        bonus: Scaled value of finishing (the first output token), 0 if nothing is sampled.
+        newly_ready: bool, rows that a prerequisite in the same sequence makes ready.
+    """
+
+    remaining: np.ndarray
+    token_value: np.ndarray
+    bonus: np.ndarray
+    newly_ready: np.ndarray
+
+
+def packed_cohorts(
+    rows: PromptRows, tokens: np.ndarray, capacities: np.ndarray, max_new: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Best prompt cohort of each prefill program, rows sharing its token capacity.
+
+    Lane values are not additive here. The search orders the prompts by value, by value per
+    token and by shortest tail, fills rows and tokens in that order, and keeps the best; a
+    program with one row is exact. With `max_new` > 0 at least one newly ready row must take part and at
+    most `max_new` may: each order is tried as it is and with its best new row moved to the front.
+
+    Args:
+        rows: The n prompts, preferred order first among equals.
+        tokens, capacities: int [C] token capacity and request rows of each program.
+        max_new: Rows of the prerequisite; 0 when all rows are ready.
+
+    Returns:
+        Tokens of each prompt int64 [C, n] and value float64 [C], -inf without a legal cohort.
+    """
+    order = np.argsort(-_packed_keys(rows, tokens, max_new), axis=-1, kind="stable")  # [orders, C, n]
+    remaining = rows.remaining[order]
+    fresh = rows.newly_ready[order]
+    if max_new:
+        remaining = np.where(fresh & (np.cumsum(fresh, axis=-1) > max_new), 0, remaining)
+    rank = np.cumsum(remaining > 0, axis=-1)
+    remaining = np.where(rank <= capacities[:, None], remaining, 0)
+    room = tokens[:, None] - (np.cumsum(remaining, axis=-1) - remaining)
+    taken = np.clip(room, 0, remaining)
+    finishes = (taken == remaining) & (taken > 0)
+    totals = (taken * rows.token_value[order] + np.where(finishes, rows.bonus[order], 0.0)).sum(axis=-1)
+    if max_new:
+        totals = np.where((fresh & (taken > 0)).any(axis=-1), totals, -np.inf)
+    best, programs = totals.argmax(axis=0), np.arange(len(tokens))
+    lengths = np.zeros((len(tokens), len(rows.remaining)), np.int64)
+    np.put_along_axis(lengths, order[best, programs], taken[best, programs], 1)
+    return lengths, totals[best, programs]
+
+
+def _packed_keys(rows: PromptRows, tokens: np.ndarray, max_new: int) -> np.ndarray:
+    """Sort keys [orders, C, n], larger first."""
+    usable = np.minimum(tokens[:, None], rows.remaining)
+    worth = usable * rows.token_value + np.where(usable == rows.remaining, rows.bonus, 0.0)
+    tails = np.broadcast_to(-rows.remaining.astype(np.float64), worth.shape)
+    keys = np.stack([worth, worth / usable, tails])
+    if not max_new:
+        return keys
+    front = keys.copy()
+    best_new = np.where(rows.newly_ready, keys, -np.inf).argmax(axis=-1)
+    np.put_along_axis(front, best_new[..., None], np.inf, -1)
+    return np.concatenate([keys, front])
+
+
+def undominated(cohorts: np.ndarray, capacities: np.ndarray) -> np.ndarray:
+    """Which candidates survive the filter of redundant padding; timings play no part.
+
+    Of candidates with the same cohort and per-request prefixes, one whose capacities are all
+    at least as large as another's, with one strictly larger, is discarded.
+
+    Args:
+        cohorts: [C, ...] integer or bool work of each candidate, of one program kind.
+        capacities: int [C, extents].
+
+    Returns:
+        bool [C].
+    """
+    groups: dict[bytes, list[int]] = {}
+    for index, cohort in enumerate(cohorts):
+        groups.setdefault(cohort.tobytes(), []).append(index)
+    keep = np.ones(len(cohorts), np.bool_)
+    for members in groups.values():
+        if len(members) > 1:
+            extents = capacities[members]
+            no_smaller = (extents[:, None] >= extents[None]).all(-1) & (extents[:, None] > extents[None]).any(-1)
+            keep[members] = ~no_smaller.any(axis=1)
+    return keep
