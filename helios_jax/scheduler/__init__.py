@@ -17,6 +17,7 @@ from helios_jax.scheduler.lifecycle import (
     finish,
     preempt,
     published_output,
+    published_outputs,
 )
 from helios_jax.scheduler.policy import POLICY_PRESETS, PolicyConfig, plan_next, policy_preset
 from helios_jax.scheduler.scheduler import Scheduler
@@ -75,6 +76,7 @@ __all__ = [
     "policy_preset",
     "preempt",
     "published_output",
+    "published_outputs",
     "serving_catalog",
     "snapshot_counters",
     "state_digest",

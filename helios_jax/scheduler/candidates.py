@@ -12,7 +12,7 @@ import numpy as np
 
 from helios_jax.scheduler.cost import durations_ms
 from helios_jax.scheduler.service import Rates, current_rates
-from helios_jax.scheduler.state import Phase, State
+from helios_jax.scheduler.state import DECODE, INITIALIZE, PROMPT, State
 from helios_jax.scheduler.utility import (
     PromptRows,
     Values,
@@ -68,7 +68,7 @@ class Decision(NamedTuple):
 def new_decision(state: State) -> Decision:
     """Freeze prices, ages and durations for one decision."""
     requests, rates, duration = state.requests, current_rates(state), durations_ms(state.costs)
-    decoding = requests.phase == Phase.DECODE
+    decoding = requests.phase == DECODE
     age_ms = np.where(decoding, (state.now_ns - requests.visible_ns) / NS_PER_MS, 0.0)
     longest = 2.0 * float(duration.max(initial=0.0))  # a prerequisite and what follows it
     values = scaled_values(
@@ -86,7 +86,7 @@ def decode_candidates(decision: Decision) -> Candidates | None:
     for a program without a measured duration.
     """
     state, values = decision.state, decision.values
-    slots = decision.order[state.requests.phase[decision.order] == Phase.DECODE]
+    slots = decision.order[state.requests.phase[decision.order] == DECODE]
     if not len(slots):
         return None
     rows = state.programs.decode
@@ -113,7 +113,7 @@ def prefill_candidates(decision: Decision, *, scored: bool) -> Candidates | None
     Scored requests use scored programs only, and those serve nobody else.
     """
     state = decision.state
-    slots = prompt_slots(decision, Phase.PROMPT, scored)
+    slots = prompt_slots(decision, PROMPT, scored)
     if not len(slots):
         return None
     programs = prompt_programs(decision, slots, scored)
@@ -134,7 +134,7 @@ def prefill_candidates(decision: Decision, *, scored: bool) -> Candidates | None
     )
 
 
-def prompt_slots(decision: Decision, phase: Phase, scored: bool) -> np.ndarray:
+def prompt_slots(decision: Decision, phase: int, scored: bool) -> np.ndarray:
     """Slots of one phase whose prompts use the given kind of program, preferred order first."""
     requests, order = decision.state.requests, decision.order
     return order[(requests.phase[order] == phase) & (requests.scored[order] == scored)]
@@ -147,7 +147,7 @@ def prompt_rows(decision: Decision, slots: np.ndarray) -> PromptRows:
         remaining=requests.prompt_len[slots] - requests.consumed_len[slots],
         token_value=values.prompt_token[slots],
         bonus=np.where(requests.max_tokens[slots] > 0, values.output_token[slots], 0.0),
-        newly_ready=requests.phase[slots] == Phase.INITIALIZE,
+        newly_ready=requests.phase[slots] == INITIALIZE,
     )
 
 

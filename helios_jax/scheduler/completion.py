@@ -20,7 +20,7 @@ from helios_jax.scheduler import cost
 from helios_jax.scheduler.lifecycle import count_finish, next_endpoint, release
 from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.service import charge_deliveries, charge_tokens
-from helios_jax.scheduler.state import REASONS, Counters, Frame, Interval, Phase, Requests, State
+from helios_jax.scheduler.state import DECODE, PROMPT, REASONS, RETIRING, Counters, Frame, Interval, Requests, State
 from helios_jax.scheduler.types import (
     CompletionRecord,
     Event,
@@ -34,6 +34,9 @@ from helios_jax.scheduler.types import (
 )
 
 _MAX_TOKEN = 2**31
+_INTEGERS = (int, np.integer)
+_ERROR, _STOP, _LENGTH = FinishReason.ERROR, FinishReason.STOP, FinishReason.LENGTH
+_INITIALIZE, _PROMPT = LaneRole.INITIALIZE, LaneRole.PROMPT
 
 
 def complete(
@@ -59,7 +62,7 @@ def complete(
     events: list[Event] = []
     ended: list[int] = []
     for lane, record in zip(frame.plan.lanes, ordered, strict=True):
-        if requests.phase[lane.handle.slot] == Phase.RETIRING:
+        if requests.phase[lane.handle.slot] == RETIRING:
             continue  # cancelled while it ran: the device's work is dropped
         reason = _advance(state, requests, lane, record, events)
         if reason is not None:
@@ -71,7 +74,7 @@ def complete(
     if duration_ms > 0:
         _charge(state, requests, frame, duration_ms, served)
     interval = _interval(frame, duration_ms, requests, served, visible_before)
-    requests.phase[ended] = Phase.RETIRING
+    requests.phase[ended] = RETIRING
     index = index_of(state.catalog, frame.plan.shape)
     completed = dataclasses.replace(
         state,
@@ -95,7 +98,7 @@ def _check_timing(timing: ExecutionTiming) -> None:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return isinstance(value, _INTEGERS) and not isinstance(value, bool)
 
 
 def _checked_records(frame: Frame, records: Sequence[CompletionRecord]) -> list[CompletionRecord]:
@@ -117,17 +120,20 @@ def _checked_records(frame: Frame, records: Sequence[CompletionRecord]) -> list[
 
 def _check_lane(fence: Fence, lane: Lane, record: CompletionRecord) -> None:
     """The device did exactly what the lane says; an invalid lane may lack its token."""
-    where = f"fence {fence}, {lane.handle}"
+    end, tokens = lane.start + lane.length, record.tokens
     if not _is_integer(record.consumed) or record.consumed != lane.length:
-        raise InvariantError(f"{where}: consumed {record.consumed!r} tokens, {lane.length} were scheduled")
-    if not _is_integer(record.committed_len) or record.committed_len != lane.start + lane.length:
-        raise InvariantError(f"{where}: committed {record.committed_len!r}, expected {lane.start + lane.length}")
-    if not isinstance(record.valid, (bool, np.bool_)):
-        raise InvariantError(f"{where}: valid must be a boolean, got {record.valid!r}")
-    if len(record.tokens) != int(lane.emits) and (record.valid or record.tokens):
-        raise InvariantError(f"{where}: sampled {len(record.tokens)} tokens, expected {int(lane.emits)}")
-    if record.valid and not all(_is_integer(token) and 0 <= token < _MAX_TOKEN for token in record.tokens):
-        raise InvariantError(f"{where}: {record.tokens!r} are not token ids")
+        problem = f"consumed {record.consumed!r} tokens, {lane.length} were scheduled"
+    elif not _is_integer(record.committed_len) or record.committed_len != end:
+        problem = f"committed {record.committed_len!r}, expected {end}"
+    elif not isinstance(record.valid, (bool, np.bool_)):
+        problem = f"valid must be a boolean, got {record.valid!r}"
+    elif len(tokens) != lane.emits and (record.valid or len(tokens)):
+        problem = f"sampled {len(tokens)} tokens, expected {int(lane.emits)}"
+    elif record.valid and not all(_is_integer(token) and 0 <= token < _MAX_TOKEN for token in tokens):
+        problem = f"{tokens!r} are not token ids"
+    else:
+        return
+    raise InvariantError(f"fence {fence}, {lane.handle}: {problem}")
 
 
 def _advance(
@@ -138,23 +144,23 @@ def _advance(
     assert spec is not None  # an occupied slot has its spec: invariant 4
     requests.epoch[slot] += 1
     if not record.valid:
-        events.append(RequestFinished(lane.handle, FinishReason.ERROR))
-        return FinishReason.ERROR
-    if lane.role is LaneRole.INITIALIZE:
-        requests.phase[slot] = Phase.PROMPT
+        events.append(RequestFinished(lane.handle, _ERROR))
+        return _ERROR
+    if lane.role is _INITIALIZE:
+        requests.phase[slot] = PROMPT
         return None
     requests.committed_len[slot] += lane.length
-    if lane.role is LaneRole.PROMPT:
+    if lane.role is _PROMPT:
         consumed = int(requests.consumed_len[slot]) + lane.length
         requests.consumed_len[slot] = consumed
         if consumed < len(spec.prompt):
             requests.endpoint[slot] = next_endpoint(spec, consumed)
             return None
-        requests.phase[slot] = Phase.DECODE
+        requests.phase[slot] = DECODE
         requests.visible_ns[slot] = state.now_ns
         if not lane.emits:  # a scored prompt without output
-            events.append(RequestFinished(lane.handle, FinishReason.LENGTH))
-            return FinishReason.LENGTH
+            events.append(RequestFinished(lane.handle, _LENGTH))
+            return _LENGTH
     return _append_token(requests, lane, int(record.tokens[0]), spec.stop_token_ids, spec.output_len, events)
 
 
@@ -166,11 +172,11 @@ def _append_token(
     requests.output_len[slot] = count
     events.append(GeneratedToken(lane.handle, token, earlier + count - 1))
     if token in stops:
-        events.append(RequestFinished(lane.handle, FinishReason.STOP, token))
-        return FinishReason.STOP
+        events.append(RequestFinished(lane.handle, _STOP, token))
+        return _STOP
     if count >= requests.max_tokens[slot]:
-        events.append(RequestFinished(lane.handle, FinishReason.LENGTH))
-        return FinishReason.LENGTH
+        events.append(RequestFinished(lane.handle, _LENGTH))
+        return _LENGTH
     return None
 
 

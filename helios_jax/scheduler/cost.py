@@ -43,8 +43,8 @@ class CostTable:
 
 def new_costs(num_programs: int) -> CostTable:
     """A table in which every program is indeterminate."""
-    columns = [np.zeros(num_programs, np.int64) for _ in range(3)]
-    return _sealed(CostTable(*columns, np.zeros((num_programs, WINDOW), np.int64)))
+    estimate, observed, counts = np.zeros((3, num_programs), np.int64)
+    return _sealed(CostTable(estimate, observed, counts, np.zeros((num_programs, WINDOW), np.int64)))
 
 
 def durations_ms(costs: CostTable) -> np.ndarray:

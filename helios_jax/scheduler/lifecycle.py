@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,8 +19,19 @@ from helios_jax.errors import CapacityError, InvariantError, RequestError, Stale
 from helios_jax.scheduler.policy import needs_feedback
 from helios_jax.scheduler.programs import KINDS, index_of, physical_tokens
 from helios_jax.scheduler.resources import PagePool, give_back, pages_for, take
-from helios_jax.scheduler.service import corrected_delivery, current_rates
-from helios_jax.scheduler.state import FINISHES, MAX_FRAMES, Counters, Frame, Phase, State
+from helios_jax.scheduler.service import corrected_deliveries, current_rates
+from helios_jax.scheduler.state import (
+    DECODE,
+    FINISHES,
+    FREE,
+    INITIALIZE,
+    MAX_FRAMES,
+    PROMPT,
+    RETIRING,
+    Counters,
+    Frame,
+    State,
+)
 from helios_jax.scheduler.types import (
     Fence,
     FinishReason,
@@ -49,7 +61,7 @@ def can_admit(state: State, spec: RequestSpec) -> bool:
     """
     needed = required_pages(state, spec)
     promised = int(state.requests.reserved_pages.sum())
-    return bool((state.requests.phase == Phase.FREE).any()) and promised + needed <= state.limits.pages
+    return bool((state.requests.phase == FREE).any()) and promised + needed <= state.limits.pages
 
 
 def required_pages(state: State, spec: RequestSpec) -> int:
@@ -98,11 +110,11 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
     needed = required_pages(state, spec)
     if not can_admit(state, spec):
         free = state.limits.pages - int(state.requests.reserved_pages.sum())
-        slots = int(np.count_nonzero(state.requests.phase == Phase.FREE))
+        slots = int(np.count_nonzero(state.requests.phase == FREE))
         raise CapacityError(f"the request needs a slot and {needed} pages; {slots} slots and {free} pages are free")
-    slot = int(np.flatnonzero(state.requests.phase == Phase.FREE)[0])
+    slot = int(np.flatnonzero(state.requests.phase == FREE)[0])
     requests = state.requests.draft()
-    requests.phase[slot] = Phase.INITIALIZE
+    requests.phase[slot] = INITIALIZE
     requests.generation[slot] += 1
     requests.epoch[slot] += 1
     requests.prompt_len[slot], requests.max_tokens[slot] = len(spec.prompt), spec.max_tokens
@@ -159,33 +171,35 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
     )
 
 
-_PHASE_OF_ROLE = {LaneRole.INITIALIZE: Phase.INITIALIZE, LaneRole.PROMPT: Phase.PROMPT, LaneRole.DECODE: Phase.DECODE}
+_PHASE_OF_ROLE = {LaneRole.INITIALIZE: INITIALIZE, LaneRole.PROMPT: PROMPT, LaneRole.DECODE: DECODE}
 
 
-def _checked_lanes(state: State, plan: ScheduledPlan) -> list[int]:
+def _checked_lanes(state: State, plan: ScheduledPlan) -> np.ndarray:
     """Slots of the plan's lanes, every one still as it was when the plan was made."""
-    requests, slots = state.requests, [lane.handle.slot for lane in plan.lanes]
-    if not 1 <= len(set(slots)) == len(slots) == len(plan.epochs) <= plan.shape.batch_capacity:
-        raise StalePlanError(f"{plan.shape.name} cannot run {len(slots)} lanes with {len(plan.epochs)} epochs")
-    if sum(lane.length for lane in plan.lanes) > physical_tokens(plan.shape):
-        raise StalePlanError(f"the lanes do not fit the tokens of {plan.shape.name}")
-    for lane, epoch in zip(plan.lanes, plan.epochs, strict=True):
-        slot, generation = lane.handle
-        if not 0 <= slot < state.limits.slots or requests.generation[slot] != generation:
-            raise StalePlanError(f"{lane.handle} no longer holds its slot; plan again")
-        if requests.epoch[slot] != epoch or requests.phase[slot] != _PHASE_OF_ROLE[lane.role]:
-            raise StalePlanError(f"{lane.handle} changed since the plan was made; plan again")
-        if requests.committed_len[slot] != lane.start:
-            raise StalePlanError(f"{lane.handle} is at {requests.committed_len[slot]}, the plan starts at {lane.start}")
+    requests, lanes = state.requests, plan.lanes
+    if not 1 <= len(lanes) == len(plan.epochs) <= plan.shape.batch_capacity:
+        raise StalePlanError(f"{plan.shape.name} cannot run {len(lanes)} lanes with {len(plan.epochs)} epochs")
+    table = np.array([(*lane.handle, lane.start, lane.length) for lane in lanes], np.int64)
+    slots, generations, starts, lengths = table.T
+    if lengths.sum() > physical_tokens(plan.shape) or len(set(slots.tolist())) != len(lanes):
+        raise StalePlanError(f"the lanes do not fit {plan.shape.name}")
+    if slots.min() < 0 or slots.max() >= state.limits.slots:
+        raise StalePlanError(f"{plan.shape.name} names slots {slots}, there are {state.limits.slots}")
+    phases = np.array([_PHASE_OF_ROLE[lane.role] for lane in lanes])
+    current = (requests.generation[slots] == generations) & (requests.epoch[slots] == np.array(plan.epochs))
+    current &= (requests.phase[slots] == phases) & (requests.committed_len[slots] == starts)
+    if not current.all():
+        handle = lanes[int(np.flatnonzero(~current)[0])].handle
+        raise StalePlanError(f"{handle} changed or lost its slot since the plan was made; plan again")
     return slots
 
 
 def _take_pages(state: State, plan: ScheduledPlan) -> PagePool:
-    size, held = state.limits.page_size, state.pool.held
+    size, held = state.limits.page_size, state.pool.held.tolist()
     needs = [
         (lane.handle.slot, more)
         for lane in plan.lanes
-        if (more := pages_for(lane.start + lane.length, size) - int(held[lane.handle.slot])) > 0
+        if (more := pages_for(lane.start + lane.length, size) - held[lane.handle.slot]) > 0
     ]
     return take(state.pool, needs) if needs else state.pool
 
@@ -206,37 +220,48 @@ def _added(totals: tuple[int, ...], index: int, amount: int) -> tuple[int, ...]:
 
 
 def published_output(state: State, handle: RequestHandle, fence: Fence) -> State:
-    """Report the first visible output of a request from the fence completed last.
+    """Report the first visible output of a request from the fence completed last; see `published_outputs`."""
+    return published_outputs(state, (handle,), fence)
+
+
+def published_outputs(state: State, handles: Sequence[RequestHandle], fence: Fence) -> State:
+    """Report the first visible output of each of `handles` from the fence completed last.
 
     Replaces that interval's delivery update by one served delivery, computed from the price
     before the interval, and resets the output age to now. Later output of the same burst and
     a handle that no longer holds its slot change nothing.
 
     Raises:
-        InvariantError: Another frame completed since, or the fence served no tokens to the
+        InvariantError: Another frame completed since, or the fence served no tokens to a
             handle; report publications before the next completion.
     """
-    interval, (slot, generation) = state.interval, handle
+    interval = state.interval
     if interval is None or interval.fence != fence:
         last = interval.fence if interval else "none"
         raise InvariantError(f"publication of fence {fence} reported after the completion of {last}")
-    if not 0 <= slot < state.limits.slots or interval.served[slot] != generation:
-        raise InvariantError(f"fence {fence} served no tokens to {handle}")
-    current = state.requests.generation[slot] == generation and state.requests.phase[slot] == Phase.DECODE
-    if interval.published[slot] or not current:
+    for handle in handles:
+        if not 0 <= handle.slot < state.limits.slots or interval.served[handle.slot] != handle.generation:
+            raise InvariantError(f"fence {fence} served no tokens to {handle}")
+    named = np.array([handle.slot for handle in handles], np.int64)
+    requests = state.requests
+    current = (requests.generation[named] == interval.served[named]) & (requests.phase[named] == DECODE)
+    slots = named[current & ~interval.published[named]]
+    if not len(slots):
         return state
-    requests, published = state.requests.draft(), interval.published.copy()
-    requests.visible_ns[slot], published[slot] = state.now_ns, True
+    visible_ns, published, delivery_r = (
+        column.copy() for column in (requests.visible_ns, interval.published, requests.delivery_r)
+    )
+    visible_ns[slots], published[slots] = state.now_ns, True
     if interval.duration_ms > 0:
-        requests.delivery_r[slot] = corrected_delivery(
-            float(interval.delivery_r[slot]),
-            interval.duration_ms,
-            float(interval.delivery_n[slot]),
-            state.policy.adaptation_ms,
+        delivery_r[slots] = corrected_deliveries(
+            interval.delivery_r[slots], interval.duration_ms, interval.delivery_n[slots], state.policy.adaptation_ms
         )
-    published.setflags(write=False)
+    for column in (visible_ns, published, delivery_r):
+        column.setflags(write=False)
     return dataclasses.replace(
-        state, requests=requests.sealed(), interval=dataclasses.replace(interval, published=published)
+        state,
+        requests=dataclasses.replace(requests, visible_ns=visible_ns, delivery_r=delivery_r),
+        interval=dataclasses.replace(interval, published=published),
     )
 
 
@@ -282,14 +307,14 @@ def _is_running(state: State, handle: RequestHandle) -> bool:
 def retire(state: State, slots: list[int]) -> State:
     """End the occupants of `slots`; free those that no outstanding fence names."""
     requests = state.requests.draft()
-    requests.phase[slots] = Phase.RETIRING
+    requests.phase[slots] = RETIRING
     requests.epoch[slots] += 1
     return release(dataclasses.replace(state, requests=requests.sealed()))
 
 
 def release(state: State) -> State:
     """Free every retiring slot whose last submitted fence is complete."""
-    retiring = np.flatnonzero(state.requests.phase == Phase.RETIRING)
+    retiring = np.flatnonzero(state.requests.phase == RETIRING)
     if not len(retiring):
         return state
     owned = {lane.handle.slot for frame in state.frames for lane in frame.plan.lanes}

@@ -28,20 +28,20 @@ from helios_jax.scheduler.candidates import (
     redundant_unmeasured,
     scatter,
 )
-from helios_jax.scheduler.state import Phase
+from helios_jax.scheduler.state import INITIALIZE, PROMPT
 from helios_jax.scheduler.utility import packed_cohorts, undominated
 
 
 def initialize_candidates(decision: Decision, *, scored: bool) -> list[Candidates]:
     """Pairs of every initialise program and every prefill (or scored prefill) program."""
     state = decision.state
-    fresh = prompt_slots(decision, Phase.INITIALIZE, scored)
+    fresh = prompt_slots(decision, INITIALIZE, scored)
     if not len(fresh):
         return []
-    ready = prompt_slots(decision, Phase.PROMPT, scored)
+    ready = prompt_slots(decision, PROMPT, scored)
     slots = decision.order[np.isin(decision.order, np.concatenate([fresh, ready]))]
     following = prompt_programs(decision, slots, scored)
-    waiting = decision.order[state.requests.phase[decision.order] == Phase.INITIALIZE]
+    waiting = decision.order[state.requests.phase[decision.order] == INITIALIZE]
     capacity = state.programs.batch[state.programs.initialize]
     # A larger program than the smallest that takes every waiting request has the same cohorts and more padding.
     useful = undominated(np.minimum(capacity, len(waiting))[:, None], capacity[:, None])

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from helios_jax.scheduler.cost import durations_ms
-from helios_jax.scheduler.state import Phase, State
+from helios_jax.scheduler.state import DECODE, State
 
 MIN_R, MAX_R = 1e-300, 1e300  # ms per unit; no formula stays positive and finite for every float64 input
 
@@ -89,7 +89,7 @@ def stream_families(state: State) -> tuple[np.ndarray, np.ndarray]:
     A family is the set of streams that the same programs can serve. Nothing restricts a
     stream of this catalogue, so all decoders are one family, served by the decode programs.
     """
-    family = np.where(state.requests.phase == Phase.DECODE, 0, -1)
+    family = np.where(state.requests.phase == DECODE, 0, -1)
     feasible = np.zeros((1, len(state.catalog)), np.bool_)
     feasible[0, state.programs.decode] = True
     return family, feasible
@@ -119,9 +119,9 @@ def current_rates(state: State) -> Rates:
     with np.errstate(divide="ignore", over="ignore"):
         delivery_n = 1.0 / sigma
         # E, the expected committed tokens of a decode lane, is 1: its token normaliser is 1 / sigma.
-        participants = np.count_nonzero(requests.runnable)
+        participants = int(np.count_nonzero(requests.runnable))
         token_n = np.where(
-            requests.phase == Phase.DECODE, delivery_n, prompt_normalisers(state, duration) / max(1, participants)
+            requests.phase == DECODE, delivery_n, prompt_normalisers(state, duration) / max(1, participants)
         )
         first = clamp(participants / token_n)
     token_r = np.where(np.isnan(requests.token_r), first, requests.token_r)
@@ -171,14 +171,12 @@ def charge_deliveries(
     return np.where(members & ~np.isnan(delivery_n) & ~np.isnan(delivery_r), after, delivery_r)
 
 
-def corrected_delivery(before_r: float, duration_ms: float, delivery_n: float, tau_ms: float) -> float:
-    """r after an interval whose publication was reported: the update with s = 1 from the r before it.
+def corrected_deliveries(before_r: np.ndarray, duration_ms: float, delivery_n: np.ndarray, tau_ms: float) -> np.ndarray:
+    """r after an interval whose publications were reported: the update with s = 1 from the r before it.
 
     A missing history starts at one delivery over the frame's measured duration. Without a
-    normaliser the coordinate is not updated.
+    normaliser the coordinate is not updated. All [k].
     """
-    if np.isnan(before_r):
-        return float(clamp(np.float64(duration_ms)))
-    if np.isnan(delivery_n):
-        return before_r
-    return float(update(np.array([before_r]), duration_ms, np.ones(1), np.array([delivery_n]), tau_ms)[0])
+    served = update(before_r, duration_ms, np.ones(len(before_r)), delivery_n, tau_ms)
+    known = np.where(np.isnan(delivery_n), before_r, served)
+    return np.where(np.isnan(before_r), clamp(np.full(len(before_r), duration_ms)), known)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import operator
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,10 @@ class Phase(enum.IntEnum):
     PROMPT = 2
     DECODE = 3
     RETIRING = 4
+
+
+# Plain integers for comparisons with columns: an enum member costs a lookup each time.
+FREE, INITIALIZE, PROMPT, DECODE, RETIRING = (int(phase) for phase in Phase)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,19 +88,20 @@ class Requests:
 
     def draft(self) -> Requests:
         """A writable copy; `sealed` makes it a value again."""
-        return Requests(*[getattr(self, name).copy() for name in REQUEST_COLUMNS])
+        return Requests(*[column.copy() for column in _COLUMN_VALUES(self)])
 
     def sealed(self) -> Requests:
-        for name in REQUEST_COLUMNS:
-            getattr(self, name).setflags(write=False)
+        for column in _COLUMN_VALUES(self):
+            column.setflags(False)
         return self
 
     @property
     def runnable(self) -> np.ndarray:
         """bool [slots], the residents that a plan may name."""
-        return (self.phase >= Phase.INITIALIZE) & (self.phase <= Phase.DECODE)
+        return (self.phase >= INITIALIZE) & (self.phase <= DECODE)
 
 
+_COLUMN_VALUES = operator.attrgetter(*(field.name for field in dataclasses.fields(Requests)))
 REQUEST_COLUMNS = tuple(field.name for field in dataclasses.fields(Requests))
 
 

@@ -55,7 +55,7 @@ def scaled_values(
         delivered = np.where(decoding, np.log(policy.delivery_fairness) + _log_or_nothing(delivery_r), -np.inf)
         aged = np.where(decoding, np.log(policy.decode_age_price) + _log_or_nothing(sigma), -np.inf)
         token_value = np.log(policy.output_token_value)
-        waits = np.log(policy.decode_age_price) + np.log(max(1, np.count_nonzero(decoding)))
+        waits = float(np.log(policy.decode_age_price) + np.log(max(1, int(np.count_nonzero(decoding)))))
         if not decoding.any():
             waits = -np.inf
         credit = aged + np.log(age_ms + longest_ms)
@@ -140,22 +140,26 @@ def packed_cohorts(
     Returns:
         Tokens of each prompt int64 [C, n] and value float64 [C], -inf without a legal cohort.
     """
-    order = np.argsort(-_packed_keys(rows, tokens, max_new), axis=-1, kind="stable")  # [orders, C, n]
-    remaining = rows.remaining[order]
-    fresh = rows.newly_ready[order]
+    extents, extent = np.unique(tokens, return_inverse=True)  # U distinct token capacities
+    order = np.argsort(-_packed_keys(rows, extents, max_new), axis=-1, kind="stable")  # [orders, U, n]
+    remaining, fresh = rows.remaining[order], rows.newly_ready[order]
     if max_new:
         remaining = np.where(fresh & (np.cumsum(fresh, axis=-1) > max_new), 0, remaining)
-    rank = np.cumsum(remaining > 0, axis=-1)
-    remaining = np.where(rank <= capacities[:, None], remaining, 0)
-    room = tokens[:, None] - (np.cumsum(remaining, axis=-1) - remaining)
+    room = extents[:, None] - (np.cumsum(remaining, axis=-1) - remaining)
     taken = np.clip(room, 0, remaining)
-    finishes = (taken == remaining) & (taken > 0)
-    totals = (taken * rows.token_value[order] + np.where(finishes, rows.bonus[order], 0.0)).sum(axis=-1)
+    gains = taken * rows.token_value[order] + np.where(taken == remaining, rows.bonus[order], 0.0)
+    gains = np.where(taken > 0, gains, 0.0)
+    # Fewer rows cut an order's tail and leave its head as it is: prefix sums give every row capacity.
+    rank = np.cumsum(remaining > 0, axis=-1)
+    within = rank[:, extent] <= capacities[:, None]  # [orders, C, n]
+    last = within.sum(axis=-1, keepdims=True) - 1
+    totals = np.take_along_axis(np.cumsum(gains, axis=-1)[:, extent], last, -1)[..., 0]
     if max_new:
-        totals = np.where((fresh & (taken > 0)).any(axis=-1), totals, -np.inf)
+        num_new = np.cumsum(fresh & (taken > 0), axis=-1)[:, extent]
+        totals = np.where(np.take_along_axis(num_new, last, -1)[..., 0] > 0, totals, -np.inf)
     best, programs = totals.argmax(axis=0), np.arange(len(tokens))
     lengths = np.zeros((len(tokens), len(rows.remaining)), np.int64)
-    np.put_along_axis(lengths, order[best, programs], taken[best, programs], 1)
+    np.put_along_axis(lengths, order[best, extent], np.where(within[best, programs], taken[best, extent], 0), 1)
     return lengths, totals[best, programs]
 
 
@@ -186,13 +190,13 @@ def undominated(cohorts: np.ndarray, capacities: np.ndarray) -> np.ndarray:
     Returns:
         bool [C].
     """
-    groups: dict[bytes, list[int]] = {}
-    for index, cohort in enumerate(cohorts):
-        groups.setdefault(cohort.tobytes(), []).append(index)
-    keep = np.ones(len(cohorts), np.bool_)
-    for members in groups.values():
-        if len(members) > 1:
-            extents = capacities[members]
-            no_smaller = (extents[:, None] >= extents[None]).all(-1) & (extents[:, None] > extents[None]).any(-1)
-            keep[members] = ~no_smaller.any(axis=1)
-    return keep
+    numbers: dict[bytes, int] = {}
+    group = np.array([numbers.setdefault(cohort.tobytes(), len(numbers)) for cohort in cohorts], np.int64)
+    if len(numbers) == len(cohorts):
+        return np.ones(len(cohorts), np.bool_)
+    dominated = group[:, None] == group
+    larger = np.zeros_like(dominated)
+    for extent in capacities.T:
+        dominated &= extent[:, None] >= extent
+        larger |= extent[:, None] > extent
+    return ~(dominated & larger).any(axis=1)
