@@ -68,7 +68,9 @@ class SamplingParams:
             self.stop = (self.stop,)
         self.stop = tuple(self.stop)
         _require(all(isinstance(s, str) and s for s in self.stop), "stop", "stop must be non-empty strings")
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}")
+        _require(
+            len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}"
+        )
         self.stop_token_ids = tuple(self.stop_token_ids or ())
         self.logit_bias = dict(self.logit_bias or {})
         _require(

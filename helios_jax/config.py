@@ -1,0 +1,55 @@
+"""Defaults and the few settings that come from the environment, read in this one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+from helios_jax.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+CACHE_VARIABLE = "HELIOS_JAX_CACHE"
+DEFAULT_MAX_QUEUE = 256  # sequences that may wait for a slot
+DEFAULT_READY_TIMEOUT_S = 60.0
+MAX_QUEUE_LIMIT = 1_000_000
+
+
+def cache_dir() -> Path:
+    """Where prepared cores and dumps are kept: $HELIOS_JAX_CACHE or ~/.cache/helios-jax."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "helios-jax"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine serves a core; nothing here changes a program.
+
+    Attributes:
+        max_queue: Sequences that may wait beyond those in slots; more are refused (HTTP 429).
+        ready_timeout_s: A step or device call longer than this makes the engine not ready.
+        trace: File that gets one JSON line a frame, or None.
+        dump_dir: Where state and recent events go after an internal error; None is `cache_dir()/dumps`.
+        policy: Scheduler preset, "balanced" or "throughput".
+        terminal_value, terminal_age_price: Override the preset's coefficients.
+
+    Raises:
+        ConfigError: Naming the option, what was given and what is allowed.
+    """
+
+    max_queue: int = DEFAULT_MAX_QUEUE
+    ready_timeout_s: float = DEFAULT_READY_TIMEOUT_S
+    trace: Path | str | None = None
+    dump_dir: Path | str | None = None
+    policy: str = "balanced"
+    terminal_value: float | None = None
+    terminal_age_price: float | None = None
+
+    def __post_init__(self) -> None:
+        queue = self.max_queue
+        if not isinstance(queue, int) or isinstance(queue, bool) or not 0 <= queue <= MAX_QUEUE_LIMIT:
+            raise ConfigError(f"max_queue must be an integer in [0, {MAX_QUEUE_LIMIT}], got {queue!r}")
+        timeout = self.ready_timeout_s
+        if not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
+            raise ConfigError(f"ready_timeout_s must be a positive number of seconds, got {timeout!r}")

@@ -1,0 +1,132 @@
+"""Plans into control vectors, completion vectors into records; `aot.abi` says where fields lie.
+
+It knows lanes, pages and sampling settings; it does not know text, streams or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from helios_jax.aot.abi import Dims, Layout, completion_layout, control_layout
+from helios_jax.engine.request import Sequence
+from helios_jax.errors import InvariantError
+from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
+from helios_jax.scheduler.types import CompletionRecord, Lane, LaneRole, RequestHandle, ScheduledPlan
+
+PageTable = Callable[[RequestHandle], np.ndarray]
+Fields = dict[str, np.ndarray]
+FLOAT_SETTINGS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+NEUTRAL = {"top_p": 1.0, "repetition_penalty": 1.0}  # of inactive rows; all other settings 0
+
+
+class FrameBuilder:
+    """Packs and unpacks the vectors of one core; layouts are computed once a shape."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        self._control: dict[ProgramShape, Layout] = {}
+        self._completion: dict[ProgramShape, Layout] = {}
+
+    def control(
+        self, plan: ScheduledPlan, sequences: Mapping[RequestHandle, Sequence], page_table: PageTable
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The int32 and float32 control vectors of a committed plan.
+
+        Args:
+            sequences: Every lane's sequence.
+            page_table: The pages of a handle after the commit, in position order.
+        """
+        shape = plan.shape
+        layout = self._control.get(shape) or self._control.setdefault(shape, control_layout(shape, self.dims))
+        ints, floats, fields = layout.new()
+        fields["slot"][:] = self.dims.slots  # inactive rows work on the scratch slot
+        for row, lane in enumerate(plan.lanes):
+            fields["slot"][row] = lane.handle.slot
+        if shape.kind is ProgramKind.INITIALIZE:
+            self._initialize(fields, plan.lanes, sequences)
+            return ints, floats
+        for row, lane in enumerate(plan.lanes):
+            pages = page_table(lane.handle)
+            fields["page_table"][row, : len(pages)] = pages
+        if shape.kind is not ProgramKind.DECODE:
+            self._prompt(fields, plan.lanes, sequences)
+        wanted = any(lane.emits and sequences[lane.handle].params.logprobs is not None for lane in plan.lanes)
+        fields["want_logprobs"][0] = wanted
+        return ints, floats
+
+    def _initialize(self, fields: Fields, lanes: tuple[Lane, ...], sequences: Mapping[RequestHandle, Sequence]) -> None:
+        fields["bias_ids"][:] = -1
+        for name, value in NEUTRAL.items():
+            fields[name][:] = value
+        for row, lane in enumerate(lanes):
+            sequence = sequences[lane.handle]
+            params = sequence.params
+            fields["prompt_len"][row] = len(sequence.prompt) - sequence.spec.output_len
+            words = np.array([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32)
+            fields["seed"][row] = words.view(np.int32)
+            fields["top_k"][row] = min(params.top_k, self.dims.vocab_size)
+            for name in FLOAT_SETTINGS:
+                fields[name][row] = getattr(params, name)
+            bias = params.logit_bias or {}
+            fields["bias_ids"][row, : len(bias)] = list(bias.keys())
+            fields["bias_values"][row, : len(bias)] = list(bias.values())
+
+    def _prompt(self, fields: Fields, lanes: tuple[Lane, ...], sequences: Mapping[RequestHandle, Sequence]) -> None:
+        offset = 0
+        for row, lane in enumerate(lanes):
+            prompt = sequences[lane.handle].prompt
+            end = lane.start + lane.length
+            fields["query_len"][row], fields["start"][row] = lane.length, lane.start
+            fields["sample"][row] = lane.emits
+            fields["tokens"][offset : offset + lane.length] = prompt[lane.start : end]
+            if "target" in fields:
+                targets = prompt[lane.start + 1 : end + 1]  # one short where the prompt ends
+                fields["target"][offset : offset + lane.length] = -1
+                fields["target"][offset : offset + len(targets)] = targets
+            offset += lane.length
+        if "target" in fields:
+            fields["target"][offset:] = -1
+
+    def completion(
+        self, plan: ScheduledPlan, ints: np.ndarray, floats: np.ndarray
+    ) -> tuple[tuple[CompletionRecord, ...], Fields]:
+        """One record a lane in lane order, and the named completion fields.
+
+        Raises:
+            InvariantError: The device answered for another slot or with an impossible token.
+        """
+        shape = plan.shape
+        layout = self._completion.get(shape) or self._completion.setdefault(shape, completion_layout(shape, self.dims))
+        fields = layout.split(ints, floats)
+        slots = fields["slot"].tolist()
+        if shape.kind is ProgramKind.INITIALIZE:
+            tokens, lengths, status = [-1] * len(slots), [0] * len(slots), [0] * len(slots)
+        else:
+            tokens, lengths, status = (fields[name].tolist() for name in ("token", "committed_len", "status"))
+        records = []
+        for row, lane in enumerate(plan.lanes):
+            if slots[row] != lane.handle.slot:
+                raise InvariantError(f"{shape.name} row {row} answers for slot {slots[row]}, not {lane.handle.slot}")
+            valid = status[row] == 0
+            token = tokens[row]
+            if valid and lane.emits and not 0 <= token < self.dims.vocab_size:
+                raise InvariantError(f"{shape.name} row {row} sampled {token}, vocabulary {self.dims.vocab_size}")
+            records.append(
+                CompletionRecord(
+                    handle=lane.handle,
+                    consumed=0 if lane.role is LaneRole.INITIALIZE else lengths[row] - lane.start,
+                    tokens=(token,) if valid and lane.emits else (),
+                    committed_len=lengths[row],
+                    valid=valid,
+                )
+            )
+        return tuple(records), fields

@@ -1,0 +1,147 @@
+"""From a prompt and SamplingParams to a `Request`: everything that can be refused is refused here.
+
+Runs in the caller's thread, before the engine hears of the request, so that a wrong request
+costs the engine nothing and its error reaches the caller directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+
+from helios_jax.engine.outputs import RequestMetrics
+from helios_jax.engine.params import SamplingParams
+from helios_jax.engine.request import Request, Sequence, Sink
+from helios_jax.errors import RequestError
+from helios_jax.scheduler.types import Limits, RequestSpec
+from helios_jax.text.detokenizer import Detokenizer
+from helios_jax.text.stops import StopBuffer
+
+SEED_BITS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Intake:
+    """What requests are checked against.
+
+    Attributes:
+        limits: The scheduler's.
+        vocab_size: Ids from here up do not exist.
+        eos_token_ids: Any of them ends an output unless `ignore_eos`.
+        tokenizer: Text in and out.
+        max_sequences: Sequences that slots and queue hold together; bounds n.
+        can_score: The core has scored-prefill programs (they are optional).
+    """
+
+    limits: Limits
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Any
+    max_sequences: int
+    can_score: bool = True
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that one request may hold: the context, or the page pool if that is smaller."""
+        return min(self.limits.max_context, self.limits.pages * self.limits.page_size)
+
+    def request(
+        self,
+        prompt: str | SequenceOf[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        sink: Sink,
+        arrival_ns: int,
+        text: str | None = None,
+    ) -> Request:
+        """Check and build one request; `text` is the prompt's text where ids are given.
+
+        `max_tokens` None, or more than the context leaves, means what the context leaves.
+
+        Raises:
+            RequestError: Naming the field, what was given and what is allowed.
+        """
+        if isinstance(prompt, str):
+            text, ids = prompt, self.tokenizer.encode(prompt)
+        else:
+            ids = self._token_ids(prompt)
+        self._check_length(len(ids), params)
+        self._check_ids(ids, params)
+        if params.n > self.max_sequences:
+            raise RequestError(
+                f"n is {params.n}; this engine holds at most {self.max_sequences} outputs, running and waiting: lower n",
+                param="n",
+                code="invalid_value",
+            )
+        if params.prompt_logprobs is not None and not self.can_score:
+            raise RequestError(
+                "this core has no scored-prefill programs, so it cannot give log-probabilities of the prompt",
+                param="prompt_logprobs",
+                code="unsupported",
+            )
+        request = Request(request_id, text, ids, params, sink, RequestMetrics(arrival_ns=arrival_ns))
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        tokens = np.asarray(ids, np.int32)
+        base = params.seed if params.seed is not None else int.from_bytes(os.urandom(SEED_BITS // 8), "little")
+        request.sequences = [self._sequence(request, index, base, tokens) for index in range(params.n)]
+        return request
+
+    def _sequence(self, request: Request, index: int, base_seed: int, tokens: np.ndarray) -> Sequence:
+        params = request.params
+        room = self.max_context - len(tokens)
+        stop_ids = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
+        spec = RequestSpec(
+            prompt=tokens,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_token_ids=frozenset(stop_ids),
+            scored=params.prompt_logprobs is not None and index == 0,  # one sequence scores for all
+        )
+        return Sequence(
+            request=request,
+            index=index,
+            seed=(base_seed + index) % 2**SEED_BITS,
+            spec=spec,
+            detokenizer=Detokenizer(self.tokenizer, request.prompt_token_ids, params.skip_special_tokens),
+            stops=StopBuffer(tuple(params.stop or ()), params.include_stop_str_in_output),
+        )
+
+    def _token_ids(self, prompt: SequenceOf[int]) -> list[int]:
+        ids = list(prompt)
+        for token in ids:
+            if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
+                raise RequestError(
+                    f"a prompt is a string or a list of token ids, found {token!r}", param="prompt", code="invalid_type"
+                )
+        return [int(token) for token in ids]
+
+    def _check_length(self, prompt_len: int, params: SamplingParams) -> None:
+        if prompt_len == 0:
+            raise RequestError(
+                "the prompt is empty: it must have at least 1 token", param="prompt", code="invalid_value"
+            )
+        wanted = 0 if params.max_tokens == 0 else 1
+        if prompt_len + wanted > self.max_context:
+            output = f" and at least {wanted} more of output" if wanted else ""
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens{output}; this model's maximum context length is"
+                f" {self.max_context} tokens: shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
+        fields = {"prompt": ids, "logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids or ()}
+        for name, tokens in fields.items():
+            for token in tokens:
+                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                    raise RequestError(
+                        f"{name} has token id {token!r}; ids of this model are integers in [0, {self.vocab_size - 1}]",
+                        param=name,
+                        code="invalid_token_id",
+                    )

@@ -1,0 +1,274 @@
+"""LLM: offline use, one call for a list of prompts, with the names that vLLM's users know."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from helios_jax.config import DEFAULT_MODEL, EngineConfig
+from helios_jax.engine.outputs import RequestOutput
+from helios_jax.engine.params import OutputKind, SamplingParams
+from helios_jax.engine.request import Request
+from helios_jax.engine.setup import Assembly, Target, assemble
+from helios_jax.engine.stats import EngineStats
+from helios_jax.errors import RequestError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class _QueueSink:
+    """Outputs of one `generate` call; the caller's thread waits on it."""
+
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[tuple[Request, RequestOutput | Exception]] = queue.SimpleQueue()
+
+    def deliver(self, batch: list[tuple[Request, RequestOutput | Exception]]) -> None:
+        for item in batch:
+            self.items.put(item)
+
+
+class LLM:
+    """A model for offline use; loading may prepare a core first (minutes, once).
+
+    Args:
+        model: Name, directory, GGUF file, hub id, or directory of a core.
+        max_slots: Requests that run at the same time.
+        max_context: Tokens of one request, prompt and output.
+        dtype: float32, bfloat16 or float16.
+        core: Directory of a prepared core to serve; prepared there if it does not exist and
+            `model` is given.
+        policy: Scheduler preset: "balanced" or "throughput".
+        progress: Show progress while loading: True, False, or a function (see `aot.progress`).
+        config: More of the engine (trace, timeouts); its policy gives way to `policy`.
+        core_options: More of `aot.CoreOptions`: page_size, num_pages, prefill_chunk, ...
+
+    Example:
+        with LLM() as llm:
+            print(llm.generate("Once upon a time")[0].outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        max_slots: int | None = None,
+        max_context: int | None = None,
+        dtype: str | None = None,
+        core: str | Path | None = None,
+        policy: str = "balanced",
+        progress: Any = True,
+        config: EngineConfig | None = None,
+        **core_options: Any,
+    ) -> None:
+        options = {"max_slots": max_slots, "max_context": max_context, "dtype": dtype} | core_options
+        if model is None and core is None:
+            model = DEFAULT_MODEL
+        target = Target(model=model, core=core, options=options)
+        with _shown(progress) as show:
+            opened = target.open(show)
+        self._begin(assemble(opened, dataclasses.replace(config or EngineConfig(), policy=policy)))
+
+    @classmethod
+    def from_core(cls, core: Any, *, tokenizer: Any = None, **config: Any) -> LLM:
+        """Use an open core (or a fake one). `config`: fields of `EngineConfig`."""
+        self = cls.__new__(cls)
+        self._begin(assemble(core, EngineConfig(**config), tokenizer))
+        return self
+
+    def _begin(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+        assembly.engine.start()
+
+    def close(self) -> None:
+        """Stop the engine and free the core. Idempotent."""
+        self._assembly.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._assembly.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, under vLLM's name."""
+        return self._assembly.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        return self._assembly.model_name
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of one request, prompt and output."""
+        return self._assembly.intake.max_context
+
+    @property
+    def core(self) -> Any:
+        """The prepared core, for its report and sizes."""
+        return self._assembly.engine.core
+
+    def stats(self) -> EngineStats:
+        """Counts and gauges of the engine."""
+        return self._assembly.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt; results are in the order of the prompts.
+
+        Args:
+            prompts: A prompt or a list of them. A prompt is text, token ids, or a mapping with
+                "prompt" or "prompt_token_ids".
+            sampling_params: For all prompts, or one each.
+            use_tqdm: Show a progress bar (vLLM's name for it).
+
+        Raises:
+            RequestError: A prompt or parameter is wrong; nothing was run.
+            UnavailableError, DeviceError: The engine stopped, or an execution failed.
+        """
+        several = as_prompts(prompts)
+        params = _one_each(sampling_params, len(several))
+        sink = _QueueSink()
+        requests = []
+        for prompt, setting in zip(several, params, strict=True):
+            value, text = _prompt_value(prompt)
+            requests.append(
+                self._assembly.intake.request(
+                    value,
+                    dataclasses.replace(setting, output_kind=OutputKind.FINAL_ONLY),
+                    request_id=f"llm-{uuid.uuid4().hex}",
+                    sink=sink,
+                    arrival_ns=time.monotonic_ns(),
+                    text=text,
+                )
+            )
+        with _bar(use_tqdm, len(requests)) as advance:
+            return self._run(requests, sink, advance)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        Args:
+            messages: Mappings with "role" and "content"; or a list of such lists.
+            tools, template_options: Given to the template.
+        """
+        from helios_jax.text.template import encode_chat, render_chat
+
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools} | template_options
+        prompts = [
+            {
+                "prompt_token_ids": encode_chat(self.tokenizer, conversation, **options),
+                "prompt": render_chat(self.tokenizer, conversation, **options),
+            }
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _run(self, requests: list[Request], sink: _QueueSink, advance: Any) -> list[RequestOutput]:
+        """Keep slots and queue full until every request has ended."""
+        board = self._assembly.engine.board
+        done: dict[Request, RequestOutput] = {}
+        waiting, open_sequences = list(reversed(requests)), 0
+        try:
+            while len(done) < len(requests):
+                while waiting and (not open_sequences or open_sequences + waiting[-1].params.n <= board.capacity):
+                    board.submit(waiting[-1])
+                    open_sequences += waiting.pop().params.n
+                request, item = sink.items.get()
+                open_sequences -= request.params.n
+                if isinstance(item, Exception):
+                    raise item
+                done[request] = item
+                advance()
+        except BaseException:  # also Ctrl-C: leave nothing running behind the caller's back
+            for request in requests:
+                board.abort(request.request_id)
+            raise
+        return [done[request] for request in requests]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several: a list of integers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    several = list(prompts)
+    if several and isinstance(several[0], int):
+        return [several]  # type: ignore[list-item]
+    return several  # type: ignore[return-value]
+
+
+def _prompt_value(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
+    """What to run, and the text that goes with it."""
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    text = prompt.get("prompt")
+    if prompt.get("prompt_token_ids") is not None:
+        return prompt["prompt_token_ids"], text
+    if text is None:
+        raise RequestError(
+            f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}", param="prompt"
+        )
+    return text, None
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts: give one, or one each")
+    return list(params)
+
+
+@contextlib.contextmanager
+def _shown(progress: Any) -> Iterator[Any]:
+    """A progress function for loading: bars, nothing, or the caller's own."""
+    if progress is not True:
+        yield progress or None
+        return
+    from helios_jax.aot.progress import RichProgress
+
+    with RichProgress() as bars:
+        yield bars
+
+
+@contextlib.contextmanager
+def _bar(show: bool, total: int) -> Iterator[Any]:
+    """A function to call once a finished prompt."""
+    if not show:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("prompts", total=total)
+        yield lambda: bars.advance(task)

@@ -1,0 +1,94 @@
+"""Counts of the engine, kept so that they reconcile: every request that arrived is somewhere.
+
+arrived = finished + cancelled + refused + failed + active
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass
+class Totals:
+    """Running totals; changed under the engine's lock.
+
+    Attributes:
+        arrived: Requests given to the engine, refused ones included.
+        finished: Requests that ended by themselves, by the reason of their first output.
+        cancelled: Aborted by the caller, or whose stream was closed.
+        refused: Not accepted: wrong parameters, queue full, not ready.
+        failed: Ended by an error of ours or of the device.
+        active: Accepted and not ended.
+        prompt_tokens, generation_tokens: Tokens of accepted requests; tokens generated.
+        frames: Frames completed.
+        host_ns: Host time of the engine thread between frames, waiting for the device not counted.
+        device_ns, wait_ns: Measured device time; time blocked on the device.
+    """
+
+    arrived: int = 0
+    finished: dict[str, int] = dataclasses.field(default_factory=lambda: {"stop": 0, "length": 0})
+    cancelled: int = 0
+    refused: int = 0
+    failed: int = 0
+    active: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    frames: int = 0
+    host_ns: int = 0
+    device_ns: int = 0
+    wait_ns: int = 0
+    device_errors: int = 0
+
+    def reconciles(self) -> bool:
+        """Whether every request that arrived is accounted for."""
+        ended = sum(self.finished.values()) + self.cancelled + self.refused + self.failed
+        return self.arrived == ended + self.active
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A snapshot for metrics.
+
+    Attributes:
+        running: Sequences in slots. `waiting`: sequences without a slot yet.
+        slots_total, pages_total, pages_used, pages_free: Resources; a page is used once assigned.
+        requests: The request counts, see `Totals`.
+        scheduler: The scheduler's counters, under the specification's names.
+        compiles_after_ready: XLA compilations since the core was ready; must stay 0.
+    """
+
+    running: int
+    waiting: int
+    slots_total: int
+    pages_total: int
+    pages_used: int
+    pages_free: int
+    requests: Totals
+    scheduler: Any
+    compiles_after_ready: int
+
+    @property
+    def requests_total(self) -> dict[str, int]:
+        """Requests by outcome: arrived, finished_<reason>, cancelled, refused, failed, active."""
+        totals = self.requests
+        outcome = {"arrived": totals.arrived} | {f"finished_{k}": v for k, v in totals.finished.items()}
+        names = ("cancelled", "refused", "failed", "active")
+        return outcome | {name: getattr(totals, name) for name in names}
+
+    @property
+    def prompt_tokens_total(self) -> int:
+        return self.requests.prompt_tokens
+
+    @property
+    def generation_tokens_total(self) -> int:
+        return self.requests.generation_tokens
+
+    @property
+    def frames_total(self) -> int:
+        return self.requests.frames
+
+    @property
+    def host_overhead_ns(self) -> float:
+        """Mean host time a frame, ns; 0 before the first."""
+        return self.requests.host_ns / self.requests.frames if self.requests.frames else 0.0
