@@ -77,7 +77,9 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} is {getattr(self, name)} in the model configuration; it must be positive")
+                raise CheckpointError(
+                    f"{name} is {getattr(self, name)} in the model configuration; it must be positive"
+                )
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} kv heads")
         if self.head_dim % 2:
@@ -163,7 +165,9 @@ class DecoderModel:
         """The module over the arrays of `params`; called while tracing, so it costs nothing later."""
         graph, entries = self._abstract
         given = dict(leaves(params))
-        return nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(given[name])) for name, path, leaf in entries]))
+        return nnx.merge(
+            graph, nnx.from_flat_state([(path, leaf.replace(given[name])) for name, path, leaf in entries])
+        )
 
     def forward(
         self, params: Params, tokens: jax.Array, positions: jax.Array, caches: tuple[LayerCache, ...], attend: Attend

@@ -41,9 +41,7 @@ class AttentionSpec:
 
 # (spec, q [T, N, H], k [T, K, H], v [T, K, H], cache) -> (out [T, N, H], cache).
 # k and q are already rotated. The function writes k and v into the cache, then attends.
-Attend = Callable[
-    [AttentionSpec, jax.Array, jax.Array, jax.Array, LayerCache], tuple[jax.Array, LayerCache]
-]
+Attend = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array, LayerCache], tuple[jax.Array, LayerCache]]
 
 
 class Model(Protocol):

@@ -1,0 +1,204 @@
+"""A model on disk, opened but not read: `open_source`.
+
+Life of a `ModelSource`: 1. `open_source` finds the files and reads headers and configuration;
+2. every tensor that the model needs is checked for presence, type and shape, so that a broken
+checkpoint is refused before anything is allocated; 3. `load_params` streams the tensors to
+the device, largest first: when the large ones pass through the host little else is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from helios_jax.errors import CheckpointError
+from helios_jax.models import safetensors_files
+from helios_jax.models.checkpoint_files import StoredTensor, Tensors, read_json, read_tensor
+from helios_jax.models.fields import Fields, token_ids
+from helios_jax.models.gguf_files import open_gguf
+from helios_jax.models.interface import Model, Params
+from helios_jax.models.names import locate
+from helios_jax.models.params import dtype_of, leaf_bytes, leaves, num_params, tree_of
+from helios_jax.models.registry import gguf_family, hf_family, model_config
+
+GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_LAYERS = "model.layers."
+
+Put = Callable[[np.ndarray], Any]
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSource:
+    """Where the text room finds tokenizer and template: an "hf" directory or a "gguf" file."""
+
+    kind: str
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """An opened checkpoint.
+
+    Attributes:
+        name: What the user typed for short names and hub ids; else the name of the file or directory.
+        model: Equations and shapes.
+        tensors: Where the tensor of every parameter lies, by parameter name.
+        row_order: Parameter name -> where its stored rows belong, or None.
+        eos_token_ids: Any of these ends an answer.
+        bos_token_id: Token before a prompt, or None.
+    """
+
+    name: str
+    model: Model
+    tensors: Tensors
+    row_order: Callable[[str], np.ndarray | None]
+    text: TextSource
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @functools.cached_property
+    def num_params(self) -> int:
+        """Number of parameters; a tied matrix counts once."""
+        return num_params(self.model.abstract_params("float32"))
+
+    def model_config(self) -> dict[str, Any]:
+        """The configuration as plain JSON values; `registry.build_model` makes the model of it."""
+        return model_config(self.model)
+
+    def config_digest(self) -> str:
+        """sha256 of the model configuration: equal digests mean equal programs."""
+        return hashlib.sha256(json.dumps(self.model_config(), sort_keys=True).encode()).hexdigest()
+
+    def weights_digest(self) -> str:
+        """Fingerprint of the weight files by name, size and time; reads no data."""
+        files = sorted({tensor.path for tensor in self.tensors.values()})
+        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def text_files(self) -> TextSource:
+        """Where tokenizer, template and configuration lie."""
+        return self.text
+
+    def load_params(self, dtype: Any, put: Put = jax.device_put, progress: Progress | None = None) -> Params:
+        """The weights in `dtype`, tensor by tensor.
+
+        Args:
+            dtype: "float32", "bfloat16" or "float16".
+            put: Moves one host array to its device; the host copy is dropped once it arrived.
+            progress: Called with (bytes done, bytes in all) of converted weights after each tensor.
+
+        Raises:
+            CheckpointError: A file vanished or ends early.
+            ConfigError: `dtype` is not supported.
+
+        Cost: one pass over the files; host memory of the largest tensor beside what `put` keeps.
+        """
+        target = dtype_of(dtype)
+        wanted = dict(leaves(self.model.abstract_params(target)))
+        total, done = sum(leaf_bytes(leaf) for leaf in wanted.values()), 0
+        placed: dict[str, Any] = {}
+        for name in sorted(wanted, key=lambda n: -leaf_bytes(wanted[n])):
+            # Waiting keeps one host copy alive at a time; transfers of many would pile up.
+            placed[name] = jax.block_until_ready(put(read_tensor(self.tensors[name], target, self.row_order(name))))
+            done += leaf_bytes(wanted[name])
+            if progress is not None:
+                progress(done, total)
+        return tree_of((name, placed[name]) for name in wanted)
+
+
+def open_source(name: str | Path) -> ModelSource:
+    """Opens a model: "smollm2", a directory, a .gguf file or a hub id.
+
+    Raises:
+        CheckpointError: Anything about the files is missing, broken or unknown; one line.
+    """
+    path = locate(name)
+    shown = str(name) if Path(name) != path else path.resolve().name
+    return _open_directory(path, shown) if path.is_dir() else _open_gguf_file(path, shown)
+
+
+def _open_directory(directory: Path, name: str) -> ModelSource:
+    values = read_json(directory / "config.json")
+    config = Fields(values, str(directory / "config.json"))
+    architectures = values.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"{config.where}: architectures must be a list of names")
+    model = hf_family(tuple(map(str, architectures)), config.where).from_hf(config)
+    tensors = safetensors_files.open_directory(directory)
+    chosen = _check_tensors(model, tensors, str, str(directory))
+    for parameter, tensor in chosen.items():
+        if tensor.encoding not in safetensors_files.STORED_DTYPES:
+            raise CheckpointError(safetensors_files.unsupported(tensor.path, parameter, tensor.encoding))
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    eos = token_ids(generation.get("eos_token_id"), f"{generation_path}: eos_token_id")
+    eos += token_ids(values.get("eos_token_id"), f"{config.where}: eos_token_id")
+    bos = token_ids(values.get("bos_token_id"), f"{config.where}: bos_token_id")
+    return ModelSource(
+        name=name,
+        model=model,
+        tensors=chosen,
+        row_order=lambda parameter: None,
+        text=TextSource("hf", directory),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        bos_token_id=bos[0] if bos else None,
+    )
+
+
+def _open_gguf_file(path: Path, name: str) -> ModelSource:
+    file = open_gguf(path)
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise CheckpointError(f"{path} lacks general.architecture")
+    family = gguf_family(architecture, str(path))
+    if family.from_gguf is None:
+        raise CheckpointError(f"{path}: family {family.name} is not read from GGUF files; use its safetensors")
+    model = family.from_gguf(Fields(file.metadata, str(path), f"{architecture}."), file.tensors)
+    text = Fields(file.metadata, str(path), "tokenizer.ggml.")
+    return ModelSource(
+        name=name,
+        model=model,
+        tensors=_check_tensors(model, file.tensors, family.gguf_name, str(path)),
+        row_order=functools.partial(family.gguf_row_order, model),
+        text=TextSource("gguf", path),
+        eos_token_ids=tuple(dict.fromkeys(i for key in GGUF_EOS_KEYS if (i := text.integer(key, None)) is not None)),
+        bos_token_id=text.integer("bos_token_id", None),
+    )
+
+
+def _check_tensors(
+    model: Model, tensors: Tensors, stored_name: Callable[[str], str], where: str
+) -> dict[str, StoredTensor]:
+    """The tensor of every parameter.
+
+    Raises:
+        CheckpointError: One is missing or has another shape, or a layer holds a tensor that the
+            model would ignore (it is then not the model that its configuration claims).
+    """
+    chosen: dict[str, StoredTensor] = {}
+    for name, leaf in leaves(model.abstract_params("float32")):
+        tensor = tensors.get(stored_name(name))
+        if tensor is None:
+            raise CheckpointError(f"{where} lacks tensor {stored_name(name)}")
+        if tensor.shape != leaf.shape:
+            raise CheckpointError(
+                f"{where}: tensor {stored_name(name)} has shape {list(tensor.shape)}, "
+                f"the configuration needs {list(leaf.shape)}"
+            )
+        chosen[name] = tensor
+    used = {stored_name(name) for name in chosen}
+    layers = tuple(f"{prefix}{i}." for i in range(len(model.attention_layers)) for prefix in (_LAYERS, "blk."))
+    for extra in sorted(tensors.keys() - used):
+        # rotary tables of old checkpoints are constants that we compute
+        if extra.startswith(layers) and "rotary_emb." not in extra:
+            raise CheckpointError(f"{where}: tensor {extra} has no place in a {model.family} model")
+    return chosen
