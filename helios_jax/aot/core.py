@@ -15,7 +15,7 @@ import re
 
 from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest
 from helios_jax.aot.options import CoreOptions, conflicts
-from helios_jax.aot.prepare import load_core, prepare
+from helios_jax.aot.preparation import load_core, prepare
 from helios_jax.aot.prepared import CoreSourceInfo, PreparedCore
 from helios_jax.aot.progress import Progress, silent
 from helios_jax.aot.runner import DeviceRunner, InFlight

@@ -7,6 +7,7 @@ readable reason for compiling again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -61,6 +62,7 @@ def _package_dir(module: object) -> pathlib.Path:
     return pathlib.Path(str(getattr(module, "__file__"))).resolve().parent
 
 
+@functools.cache  # what this process has imported does not change with the files
 def source_digest() -> str:
     """sha256 over the sources that decide what a program computes and how it is called."""
     aot, models = _package_dir(helios_jax.aot), _package_dir(helios_jax.models)

@@ -100,7 +100,7 @@ def prepare(
             asked=options,
             options=resolved,
             dims=dims,
-            memory=dataclasses.asdict(plan),
+            memory={name: value for name, value in dataclasses.asdict(plan).items() if name != "budget_bytes"},
             catalog=_catalog(resolved).shapes,
         )
         if stored is not None:
@@ -317,7 +317,9 @@ def _keep_stored(job: _Job) -> None:
         return
     kept: dict[str, Any] = {"complete": job.stored.complete and not job.reject}
     if not job.reject:
-        kept |= {"programs": job.stored.programs, "failed": job.stored.failed}
+        wanted = frozenset(job.manifest.catalog)
+        kept["programs"] = tuple(entry for entry in job.stored.programs if entry.shape in wanted)
+        kept["failed"] = tuple(failed for failed in job.stored.failed if failed.shape in wanted)
     if job.source is None or _same_weights(job.stored, job.manifest):
         kept |= {"weights": job.stored.weights, "text": job.stored.text}
     job.manifest = dataclasses.replace(job.manifest, **kept)

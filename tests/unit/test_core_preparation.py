@@ -1,0 +1,247 @@
+"""Preparing and loading: what is kept, what is made again and why, and who may do it when."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helios_jax.aot.core import core_directory, is_core, load_core, open_core, prepare
+from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest
+from helios_jax.aot.report import ProgramStatus
+from helios_jax.aot.store import LOCK_NAME
+from helios_jax.errors import ConfigError, CoreError
+from helios_jax.scheduler.catalog import ProgramKind
+from tests.unit.core_toy import FACTORY, CountingFactory, ToyModel, ToySource, frame, small_options
+
+NUM_PROGRAMS = 7
+
+
+def make(tmp_path: Path, **options: Any) -> Path:
+    """A complete core in `tmp_path / "core"`."""
+    prepare(ToySource(tmp_path / "model"), small_options(**options), tmp_path / "core", factory=FACTORY).close()
+    return tmp_path / "core"
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != LOCK_NAME)
+    return {str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+def statuses(core: Any) -> set[ProgramStatus]:
+    return {line.status for line in core.report}
+
+
+def test_a_second_prepare_builds_nothing_and_reads_no_checkpoint(tmp_path: Path) -> None:
+    source, counting = ToySource(tmp_path / "model"), CountingFactory()
+    first = prepare(source, small_options(), tmp_path / "core", factory=counting.factory)
+    assert len(counting.built) == NUM_PROGRAMS
+    assert statuses(first) == {ProgramStatus.COMPILED}
+    assert all(line.reason == "not in the core yet" for line in first.report)
+    first.close()
+    before = snapshot(tmp_path / "core")
+    second = prepare(source, small_options(), tmp_path / "core", factory=counting.factory)
+    assert len(counting.built) == NUM_PROGRAMS
+    assert statuses(second) == {ProgramStatus.LOADED}
+    assert source.loads == 1
+    assert second.notes == ()
+    assert snapshot(tmp_path / "core") == before
+    second.close()
+
+
+def test_a_loaded_core_computes_what_the_made_one_did_without_its_model(tmp_path: Path) -> None:
+    source = ToySource(tmp_path / "model", value=3.0)
+    made = prepare(source, small_options(), tmp_path / "core", factory=FACTORY)
+    shape = made.catalog.of_kind(ProgramKind.DECODE)[0]
+    outputs = [frame(made, shape).wait()[:2] for _ in range(3)]
+    made.close()
+    (tmp_path / "model").rename(tmp_path / "gone")
+    counting = CountingFactory()
+    with load_core(tmp_path / "core", model=ToyModel(), factory=counting.factory) as core:
+        assert counting.built == []
+        assert [[v.tolist() for v in frame(core, shape).wait()[:2]] for _ in range(3)] == [
+            [v.tolist() for v in pair] for pair in outputs
+        ]
+        assert core.source_info.name == "toy/model"
+        assert core.source_info.eos_token_ids == (2,)
+        assert core.source_info.text_path == tmp_path / "core" / "text"
+        assert json.loads((core.source_info.text_path / "tokenizer.json").read_text()) == {"toy": True}
+        assert core.compiles_after_ready() == 0
+
+
+def test_other_pages_compile_everything_again_and_say_so(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    with prepare(ToySource(tmp_path / "model"), small_options(num_pages=5), root, factory=FACTORY) as core:
+        assert statuses(core) == {ProgramStatus.COMPILED}
+        assert {line.reason for line in core.report} == {"num_pages was 9, is 6"}
+
+
+def test_another_chunk_keeps_the_programs_that_fit_and_removes_the_others(tmp_path: Path) -> None:
+    root = make(tmp_path, max_context=256, prefill_chunk=128)
+    options = small_options(max_context=256, prefill_chunk=64)
+    with prepare(ToySource(tmp_path / "model"), options, root, factory=FACTORY) as core:
+        assert statuses(core) == {ProgramStatus.LOADED}
+    assert not [path.name for path in (root / "programs").iterdir() if "t128" in path.name]
+    assert len(read_manifest(root).programs) == NUM_PROGRAMS
+
+
+def test_changed_weights_are_converted_again_but_programs_stay(tmp_path: Path) -> None:
+    root, changed = make(tmp_path), ToySource(tmp_path / "model", value=5.0)
+    with prepare(changed, small_options(), root, factory=FACTORY) as core:
+        assert statuses(core) == {ProgramStatus.LOADED}
+        assert changed.loads == 1
+        shape = core.catalog.of_kind(ProgramKind.DECODE)[0]
+        assert frame(core, shape).wait()[1][0] == 5.0
+
+
+def test_the_page_plan_of_the_first_prepare_is_kept_while_it_fits(tmp_path: Path, monkeypatch: Any) -> None:
+    page = 16 * 8 * 4
+    monkeypatch.setattr("helios_jax.aot.preparation._budget", lambda options: 6 * page + 500)
+    with prepare(ToySource(tmp_path / "model"), small_options(), tmp_path / "core", factory=FACTORY) as core:
+        pages = core.dims.num_pages
+        assert pages < 9  # capped
+    monkeypatch.setattr("helios_jax.aot.preparation._budget", lambda options: 1 << 30)  # more is free now
+    with prepare(ToySource(tmp_path / "model"), small_options(), tmp_path / "core", factory=FACTORY) as core:
+        assert core.dims.num_pages == pages
+        assert statuses(core) == {ProgramStatus.LOADED}
+    monkeypatch.setattr("helios_jax.aot.preparation._budget", lambda options: 3 * page)
+    with pytest.raises(ConfigError, match="not enough memory"):
+        load_core(tmp_path / "core", model=ToyModel(), factory=FACTORY)
+
+
+def test_a_directory_that_is_not_a_core_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(CoreError, match="not empty and holds no core"):
+        prepare(ToySource(tmp_path.parent / "model-x"), small_options(), tmp_path, factory=FACTORY)
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis.txt"}
+    with pytest.raises(CoreError, match="not a directory"):
+        prepare(ToySource(tmp_path.parent / "model-x"), small_options(), tmp_path / "thesis.txt", factory=FACTORY)
+    with pytest.raises(CoreError, match="holds no prepared core"):
+        load_core(tmp_path, model=ToyModel(), factory=FACTORY)
+    with pytest.raises(CoreError, match="holds no prepared core"):
+        load_core(tmp_path / "nowhere", model=ToyModel(), factory=FACTORY)
+
+
+def read_only(monkeypatch: Any) -> None:
+    """As if every directory were on a read-only mount (permission bits do not stop root)."""
+    monkeypatch.setattr("helios_jax.aot.preparation.is_writable", lambda directory: False)
+
+
+def test_a_read_only_core_is_loaded_and_not_touched(tmp_path: Path, monkeypatch: Any) -> None:
+    root = make(tmp_path)
+    before = snapshot(root)
+    read_only(monkeypatch)
+    with load_core(root, model=ToyModel(), factory=FACTORY) as core:
+        assert statuses(core) == {ProgramStatus.LOADED}
+    assert snapshot(root) == before
+
+
+def test_a_read_only_directory_compiles_without_keeping_and_warns(tmp_path: Path, monkeypatch: Any) -> None:
+    root = make(tmp_path)
+    (root / "programs" / "decode-b1-t1.bin").unlink()
+    before = snapshot(root)
+    read_only(monkeypatch)
+    with load_core(root, model=ToyModel(), factory=FACTORY) as core:
+        lines = {line.shape.name: line for line in core.report}
+        assert lines["decode-b1-t1"].status is ProgramStatus.COMPILED
+        assert any("cannot be written" in note for note in core.notes)
+    assert snapshot(root) == before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    source = ToySource(tmp_path / "model")
+    with prepare(source, small_options(), empty, factory=FACTORY) as core:
+        assert statuses(core) == {ProgramStatus.COMPILED}
+        assert core.source_info.text_path == source.directory
+    assert list(empty.iterdir()) == []
+
+
+def test_two_prepares_at_once_share_the_work(tmp_path: Path) -> None:
+    counting, cores, errors = CountingFactory(), [], []
+    source = ToySource(tmp_path / "model")
+
+    def run() -> None:
+        try:
+            cores.append(prepare(source, small_options(), tmp_path / "core", factory=counting.factory))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(counting.built) == NUM_PROGRAMS
+    assert sorted(tuple(statuses(core)) for core in cores) == [("compiled",), ("loaded",), ("loaded",)]
+    for core in cores:
+        core.close()
+
+
+def _prepare_until_killed(base: str) -> None:
+    """In a child: prepares, and stops for ever after the third program was stored."""
+    done = 0
+
+    def progress(stage: str, count: int, total: int, detail: str = "") -> None:
+        nonlocal done
+        done = max(done, count if stage == "compile" else 0)
+        if done >= 3:
+            (Path(base) / "reached").touch()
+            time.sleep(600)
+
+    prepare(ToySource(Path(base) / "model"), small_options(), Path(base) / "core", progress, factory=FACTORY)
+
+
+def test_a_killed_prepare_is_continued(tmp_path: Path) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=_prepare_until_killed, args=(str(tmp_path),))
+    child.start()
+    while not (tmp_path / "reached").exists():
+        assert child.is_alive(), "the child ended before it reached the third program"
+        time.sleep(0.02)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    (tmp_path / "core" / "programs" / ".tmp-half").write_bytes(b"half a file")
+    (tmp_path / "core" / ".tmp-dir").mkdir()
+    assert not read_manifest(tmp_path / "core").complete
+    source, counting = ToySource(tmp_path / "model"), CountingFactory()
+    with prepare(source, small_options(), tmp_path / "core", factory=counting.factory) as core:
+        assert len(core.catalog) == NUM_PROGRAMS
+        assert len(counting.built) <= NUM_PROGRAMS - 3
+        assert source.loads == 0  # the weights had been kept
+    assert read_manifest(tmp_path / "core").complete
+    assert not list((tmp_path / "core").rglob(".tmp-*"))
+
+
+def test_a_core_without_weights_is_not_loaded(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    data = json.loads((root / MANIFEST_NAME).read_text())
+    data["weights"] = []
+    (root / MANIFEST_NAME).write_text(json.dumps(data))
+    with pytest.raises(CoreError, match="not prepared to the end"):
+        load_core(root, model=ToyModel(), factory=FACTORY)
+
+
+def test_open_core_prepares_once_in_the_cache_and_then_loads(tmp_path: Path, monkeypatch: Any) -> None:
+    counting, source = CountingFactory(), ToySource(tmp_path / "model")
+    monkeypatch.setattr("helios_jax.aot.preparation.default_factory", lambda: counting.factory)
+    monkeypatch.setattr("helios_jax.aot.preparation.model_from_config", lambda config: ToyModel(**config))
+    for expected in (ProgramStatus.COMPILED, ProgramStatus.LOADED):
+        with open_core(source, small_options(), tmp_path / "cache") as core:
+            assert statuses(core) == {expected}
+            root = core.directory
+    assert root == core_directory(source, small_options().resolve(source.model), tmp_path / "cache")
+    assert is_core(root)
+    assert root.name.startswith("toy-model-")
+    with open_core(root) as core:
+        assert statuses(core) == {ProgramStatus.LOADED}
+    with pytest.raises(ConfigError, match="max_slots: asked 3, the core has 2"):
+        open_core(root, small_options(max_slots=3))
+    other = core_directory(source, small_options(max_slots=3).resolve(source.model), tmp_path / "cache")
+    assert other != root
