@@ -1,1 +1,38 @@
+"""The physical programs: one function a kind, built for one static shape.
 
+    (params, state, ints, floats) -> (state, (ints, floats))
+
+The state is donated. Control and completion vectors are laid out by `aot/abi.py`.
+"""
+
+from __future__ import annotations
+
+from helios_jax.aot.abi import Dims
+from helios_jax.aot.programs.decode import build_decode
+from helios_jax.aot.programs.initialize import build_initialize
+from helios_jax.aot.programs.prefill import build_prefill
+from helios_jax.aot.programs.types import Program
+from helios_jax.models.interface import Model
+from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
+
+__all__ = ["Program", "build_program"]
+
+
+def build_program(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> Program:
+    """The program of `shape`, ready to be traced with the state (argument 1) donated.
+
+    Args:
+        dtype: Dtype of the weights, activations and cached keys and values.
+
+    Raises:
+        ValueError: No program of this kind is built yet by this version.
+    """
+    match shape.kind:
+        case ProgramKind.INITIALIZE:
+            return build_initialize(shape, dims)
+        case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
+            return build_prefill(shape, model, dims, dtype)
+        case ProgramKind.DECODE:
+            return build_decode(shape, model, dims, dtype)
+        case kind:
+            raise ValueError(f"there is no program of kind {kind}; this version has initialize, prefill and decode")

@@ -1,0 +1,110 @@
+"""What stays on the device between programs: the paged KV pool and the slot table.
+
+One `DeviceState` is donated to every program and comes back from it, so a step updates a
+few rows in place and never copies the pool. It knows nothing of requests or fences: the
+host says which slot and which pages a lane uses.
+
+Scratch: page 0 of every pool and row S of every slot table take the writes of inactive
+lanes and padded tokens. What they hold is never read as data; tests poison them with NaN.
+
+16-bit pools are stored as uint16 and bitcast row by row. XLA's CPU scatter of jax 0.10.2
+converts a whole bfloat16 pool through float32; a bitcast costs nothing on any backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from helios_jax.aot.abi import MAX_LOGIT_BIAS, Dims
+from helios_jax.models.interface import Model
+
+LayerPages = tuple[jax.Array, jax.Array]
+
+
+@flax.struct.dataclass
+class DeviceState:
+    """Everything that a program may change. Rows of the slot table: S slots, then scratch.
+
+    Attributes:
+        kv: A layer: (k_pages, v_pages), each [num_pages, page_size, K, H] in the storage dtype.
+        pending_token: [S+1] int32, sampled but not yet in the cache.
+        committed_len: [S+1] int32, tokens whose keys and values are in the cache.
+        prompt_len: [S+1] int32, positions before it are prompt, later ones count as output.
+        seed: [S+1, 2] uint32, the words of the request's random key.
+        top_k: [S+1] int32, 0 = off.
+        temperature, top_p, min_p: [S+1] float32; temperature 0 = greedy.
+        repetition_penalty, presence_penalty, frequency_penalty: [S+1] float32.
+        bias_ids, bias_values: [S+1, MAX_LOGIT_BIAS]; id -1 = unused.
+        prompt_seen: [S+1, V] bool, the token occurs in the prompt.
+        output_counts: [S+1, V] int32, occurrences in the output, the pending token included.
+    """
+
+    kv: tuple[LayerPages, ...]
+    pending_token: jax.Array
+    committed_len: jax.Array
+    prompt_len: jax.Array
+    seed: jax.Array
+    top_k: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+    prompt_seen: jax.Array
+    output_counts: jax.Array
+
+
+def storage_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """Dtype of the pool's arrays for values of `dtype`: 16-bit values are kept as uint16."""
+    wide = jnp.dtype(dtype)
+    return jnp.dtype(jnp.uint16) if wide.itemsize == 2 else wide
+
+
+def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike) -> DeviceState:
+    """The state as ShapeDtypeStructs; allocates nothing.
+
+    Args:
+        dtype: Dtype of cached keys and values.
+    """
+
+    def pages(num_kv_heads: int, head_dim: int) -> Any:
+        shape = (dims.num_pages, dims.page_size, num_kv_heads, head_dim)
+        return jax.ShapeDtypeStruct(shape, storage_dtype(dtype))
+
+    def row(kind: jax.typing.DTypeLike, *extent: int) -> Any:
+        return jax.ShapeDtypeStruct((dims.slots + 1, *extent), jnp.dtype(kind))
+
+    layers = [pages(spec.num_kv_heads, spec.head_dim) for spec in model.attention_layers]
+    return DeviceState(
+        kv=tuple((layer, layer) for layer in layers),
+        pending_token=row(jnp.int32),
+        committed_len=row(jnp.int32),
+        prompt_len=row(jnp.int32),
+        seed=row(jnp.uint32, 2),
+        top_k=row(jnp.int32),
+        temperature=row(jnp.float32),
+        top_p=row(jnp.float32),
+        min_p=row(jnp.float32),
+        repetition_penalty=row(jnp.float32),
+        presence_penalty=row(jnp.float32),
+        frequency_penalty=row(jnp.float32),
+        bias_ids=row(jnp.int32, MAX_LOGIT_BIAS),
+        bias_values=row(jnp.float32, MAX_LOGIT_BIAS),
+        prompt_seen=row(jnp.bool_, dims.vocab_size),
+        output_counts=row(jnp.int32, dims.vocab_size),
+    )
+
+
+def new_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike) -> DeviceState:
+    """A state of empty pages and slots; traceable, so that one program can fill the device."""
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(model, dims, dtype))
+    return zeros.replace(
+        bias_ids=zeros.bias_ids - 1, top_p=zeros.top_p + 1, repetition_penalty=zeros.repetition_penalty + 1
+    )

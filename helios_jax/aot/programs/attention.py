@@ -1,0 +1,220 @@
+"""Attention over the paged pool, whose cost follows the keys that are there.
+
+No program gathers a context: loops walk blocks of a few pages with a trip count known only
+on the device, and keep a running softmax. Prefill walks query tiles of one row at a time;
+decode walks a list of (lane, key block) pairs, so a short lane does not pay for a long one.
+
+Axis letters: B rows or lanes, P page-table entries, T query tokens (or those of a tile),
+S keys of a block, R pairs worked on together, N query heads = K kv heads x G, H head dim.
+
+    s = scale q.k;  m' = max(m, max s);  l' = l e^(m-m') + sum e^(s-m');  o' = o e^(m-m') + sum e^(s-m') v
+    out = o / l       (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867)
+
+Values of masked keys are zeroed before the product: weight 0 times NaN, from a scratch page
+or an earlier occupant, would be NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from helios_jax.aot.device_state import LayerPages
+from helios_jax.aot.programs.packing import Address, Packed, owner
+from helios_jax.aot.programs.types import Tiling
+from helios_jax.models.interface import Attend, AttentionSpec
+
+MASKED = -1e30  # finite, so that a row without keys gives zeros and no NaN
+LEAST_WEIGHT = 1e-30
+
+
+class Softmax(NamedTuple):
+    """Running softmax of a set of queries: maximum and weight [..., K, G, T], sum [..., K, G, T, H]."""
+
+    maximum: jax.Array
+    weight: jax.Array
+    total: jax.Array
+
+
+def _empty(shape: tuple[int, ...], head_dim: int) -> Softmax:
+    zeros = jnp.zeros(shape, jnp.float32)
+    return Softmax(zeros + MASKED, zeros, jnp.zeros((*shape, head_dim), jnp.float32))
+
+
+def _merge(a: Softmax, b: Softmax) -> Softmax:
+    maximum = jnp.maximum(a.maximum, b.maximum)
+    x, y = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
+    return Softmax(maximum, a.weight * x + b.weight * y, a.total * x[..., None] + b.total * y[..., None])
+
+
+def _result(state: Softmax) -> jax.Array:
+    return state.total / jnp.maximum(state.weight, LEAST_WEIGHT)[..., None]
+
+
+def write_cache(cache: LayerPages, address: Address, k: jax.Array, v: jax.Array) -> LayerPages:
+    """Puts keys and values [T, K, H] at their addresses, in place when the pool is donated."""
+
+    def put(pages: jax.Array, rows: jax.Array) -> jax.Array:
+        if rows.dtype.itemsize == 2 and pages.dtype == jnp.uint16:
+            rows = lax.bitcast_convert_type(rows, jnp.uint16)
+        return pages.at[address.page, address.offset].set(rows.astype(pages.dtype), mode="promise_in_bounds")
+
+    return put(cache[0], k), put(cache[1], v)
+
+
+def _read(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Pages [R, pages a block] of the pool as keys or values [R, S, K, H] of `dtype`."""
+    rows = pages.at[ids].get(mode="promise_in_bounds")
+    rows = rows.reshape(ids.shape[0], -1, *pages.shape[2:])
+    return lax.bitcast_convert_type(rows, dtype) if dtype.itemsize == 2 else rows
+
+
+def _partial(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Softmax:
+    """Softmax of queries [R, T, K, G, H] over one block of keys and values [R, S, K, H].
+
+    Args:
+        mask: [R, T, S] True where the query sees the key.
+    """
+    if jax.default_backend() == "cpu":  # XLA's CPU has no fast 16-bit product
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    scores = jnp.einsum("rtkgh,rskh->rkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
+    mask = mask[:, None, None]
+    scores = jnp.where(mask, scores * spec.scale, MASKED)
+    maximum = scores.max(axis=-1)
+    weights = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)
+    v = jnp.where(mask[:, 0, 0].any(axis=1)[..., None, None], v, jnp.zeros((), v.dtype))
+    total = jnp.einsum(
+        "rkgts,rskh->rkgth", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+    )
+    return Softmax(maximum, weights.sum(axis=-1), total)
+
+
+def _visible(spec: AttentionSpec, query: jax.Array, key: jax.Array) -> jax.Array:
+    """[..., T, S] causal and window mask for positions `query` [..., T] and `key` [..., S]."""
+    distance = query[..., :, None] - key[..., None, :]
+    mask = distance >= 0
+    return mask if spec.window is None else mask & (distance < spec.window)
+
+
+def _first_block(spec: AttentionSpec, first_query: jax.Array, key_block: int) -> jax.Array:
+    """First key block that a query at `first_query` (the earliest) can see."""
+    if spec.window is None:
+        return jnp.zeros_like(first_query)
+    return jnp.maximum(0, first_query - spec.window + 1) // key_block
+
+
+def _pad_tables(tables: jax.Array, num_pages: int, pages_per_block: int) -> jax.Array:
+    """Page tables whose width is a multiple of a block; foreign page ids become scratch."""
+    tables = jnp.where((tables > 0) & (tables < num_pages), tables, 0)
+    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_block)))
+
+
+def prefill_attend(
+    tables: jax.Array, packed: Packed, query_len: jax.Array, start: jax.Array, address: Address, tiling: Tiling
+) -> Attend:
+    """Attention of packed prompt rows: each query tile of each row walks the row's own keys.
+
+    Cost: sum over rows of query_len x context / (tile x block) iterations of one tile.
+
+    Args:
+        tables: [B, P] page ids.
+        query_len, start: [B] as in the control vector.
+        address: Where the packed tokens' keys and values go.
+    """
+    tile, (num_rows, _) = tiling.query_tile, tables.shape
+    ends = jnp.cumsum(-(-query_len // tile))
+
+    def attend(
+        spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPages
+    ) -> tuple[jax.Array, LayerPages]:
+        dtype, num_tokens = k.dtype, q.shape[0]
+        cache = write_cache(cache, address, k, v)
+        (num_pages, page_size), block = cache[0].shape[:2], tiling.key_block
+        pages = _pad_tables(tables, num_pages, block // page_size)
+        groups = spec.num_heads // spec.num_kv_heads
+        # a tile may reach past its row: into the next row, which comes later and overwrites it
+        queries = jnp.pad(q.reshape(num_tokens, spec.num_kv_heads, groups, -1), ((0, tile), (0, 0), (0, 0), (0, 0)))
+
+        def tile_step(item: jax.Array, out: jax.Array) -> jax.Array:
+            row = jnp.minimum(owner(item, ends), num_rows - 1)
+            done = (item - (ends[row] - -(-query_len[row] // tile))) * tile
+            index = done + jnp.arange(tile, dtype=jnp.int32)
+            position = start[row] + index
+            end = start[row] + jnp.minimum(done + tile, query_len[row])
+            mine = lax.dynamic_slice_in_dim(queries, packed.offset[row] + done, tile)[None]
+
+            def block_step(number: jax.Array, state: Softmax) -> Softmax:
+                ids = lax.dynamic_slice(pages, (row, number * (block // page_size)), (1, block // page_size))
+                key = number * block + jnp.arange(block, dtype=jnp.int32)
+                mask = _visible(spec, position, key) & (index < query_len[row])[:, None] & (key < end)
+                new = _partial(spec, mine, _read(cache[0], ids, dtype), _read(cache[1], ids, dtype), mask[None])
+                return _merge(state, new)
+
+            first = _first_block(spec, start[row] + done, block)
+            empty = _empty((1, spec.num_kv_heads, groups, tile), spec.head_dim)
+            value = _result(lax.fori_loop(first, -(-end // block), block_step, empty))[0]
+            value = value.transpose(2, 0, 1, 3).reshape(tile, spec.num_heads, spec.head_dim)
+            return lax.dynamic_update_slice_in_dim(out, value.astype(out.dtype), packed.offset[row] + done, 0)
+
+        out = jnp.zeros((num_tokens + tile, spec.num_heads, spec.head_dim), q.dtype)
+        return lax.fori_loop(0, ends[-1], tile_step, out)[:num_tokens], cache
+
+    return attend
+
+
+def decode_attend(tables: jax.Array, position: jax.Array, active: jax.Array, address: Address, tiling: Tiling) -> Attend:
+    """Attention of one token a lane, over a list of all (lane, key block) pairs.
+
+    Cost: sum over active lanes of context / (block x group) iterations of one group.
+
+    Args:
+        tables: [B, P] page ids.
+        position, active: [B] position of each lane's token; inactive lanes give zeros.
+        address: Where the lanes' keys and values go.
+    """
+    group, num_lanes = tiling.lane_group, tables.shape[0]
+
+    def attend(
+        spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPages
+    ) -> tuple[jax.Array, LayerPages]:
+        dtype, block = k.dtype, tiling.key_block
+        cache = write_cache(cache, address, k, v)
+        num_pages, page_size = cache[0].shape[:2]
+        pages = _pad_tables(tables, num_pages, block // page_size).reshape(num_lanes, -1, block // page_size)
+        groups = spec.num_heads // spec.num_kv_heads
+        queries = q.reshape(num_lanes, 1, spec.num_kv_heads, groups, -1)
+        first = _first_block(spec, position, block)
+        blocks = jnp.where(active, position // block + 1 - first, 0)
+        ends = jnp.cumsum(blocks)
+
+        def group_step(number: jax.Array, state: Softmax) -> Softmax:
+            pair = number * group + jnp.arange(group, dtype=jnp.int32)
+            lane = jnp.minimum(owner(pair, ends), num_lanes - 1)
+            at = jnp.where(pair < ends[-1], pair - (ends - blocks)[lane] + first[lane], 0)
+            key = at[:, None] * block + jnp.arange(block, dtype=jnp.int32)
+            mask = _visible(spec, position[lane][:, None], key) & (pair < ends[-1])[:, None, None]
+            ids = pages[lane, at]
+            new = _partial(spec, queries[lane], _read(cache[0], ids, dtype), _read(cache[1], ids, dtype), mask)
+            return _merge_at(state, lane, new)
+
+        empty = _empty((num_lanes, spec.num_kv_heads, groups, 1), spec.head_dim)
+        out = _result(lax.fori_loop(0, -(-ends[-1] // group), group_step, empty))
+        return out.reshape(q.shape).astype(q.dtype), cache
+
+    return attend
+
+
+def _merge_at(state: Softmax, lane: jax.Array, new: Softmax) -> Softmax:
+    """Merges partial results of several pairs into their lanes' rows.
+
+    By scatter, not by a one-hot product: a lane with NaN must not touch the others.
+    """
+    maximum = state.maximum.at[lane].max(new.maximum)
+    old, add = jnp.exp(state.maximum - maximum), jnp.exp(new.maximum - maximum[lane])
+    weight = (state.weight * old).at[lane].add(new.weight * add)
+    total = (state.total * old[..., None]).at[lane].add(new.total * add[..., None])
+    return Softmax(maximum, weight, total)
