@@ -11,6 +11,7 @@ from helios_jax.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
 CACHE_VARIABLE = "HELIOS_JAX_CACHE"
+API_KEY_VARIABLE = "HELIOS_JAX_API_KEY"
 DEFAULT_MAX_QUEUE = 256  # sequences that may wait for a slot
 DEFAULT_READY_TIMEOUT_S = 60.0
 MAX_QUEUE_LIMIT = 1_000_000
@@ -20,6 +21,11 @@ def cache_dir() -> Path:
     """Where prepared cores and dumps are kept: $HELIOS_JAX_CACHE or ~/.cache/helios-jax."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named).expanduser() if named else Path.home() / ".cache" / "helios-jax"
+
+
+def api_key() -> str | None:
+    """Bearer token from $HELIOS_JAX_API_KEY: a command line is visible to every user of a machine."""
+    return os.environ.get(API_KEY_VARIABLE) or None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

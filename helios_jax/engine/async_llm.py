@@ -68,10 +68,10 @@ class AsyncLLM:
         *,
         tokenizer: Any = None,
         clock: Callable[[], int] = time.monotonic_ns,
-        **config: Any,
+        config: EngineConfig | None = None,
     ) -> AsyncLLM:
-        """Serve an open core (or a fake one). `config`: fields of `EngineConfig`."""
-        self = cls(config=EngineConfig(**config))
+        """Serve an open core (or a fake one)."""
+        self = cls(config=config)
         self._clock = clock
         self._make = lambda: assemble(core, self._config, tokenizer, clock)
         return self

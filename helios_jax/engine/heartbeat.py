@@ -46,6 +46,11 @@ class Heartbeat:
         """The engine thread begins `phase`; one assignment, so readers see all of it or nothing."""
         self._now = (phase, detail, self._clock())
 
+    @property
+    def phase(self) -> str:
+        """IDLE, HOST or DEVICE."""
+        return self._now[0]
+
     def problem(self) -> str:
         """Why the engine makes no progress, or an empty string."""
         phase, detail, since_ns = self._now

@@ -74,7 +74,7 @@ class Intake:
         self._check_ids(ids, params)
         if params.n > self.max_sequences:
             raise RequestError(
-                f"n is {params.n}; this engine holds at most {self.max_sequences} outputs, running and waiting: lower n",
+                f"n is {params.n}, this engine holds at most {self.max_sequences} outputs at a time: lower n",
                 param="n",
                 code="invalid_value",
             )

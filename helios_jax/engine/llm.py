@@ -77,10 +77,10 @@ class LLM:
         self._begin(assemble(opened, dataclasses.replace(config or EngineConfig(), policy=policy)))
 
     @classmethod
-    def from_core(cls, core: Any, *, tokenizer: Any = None, **config: Any) -> LLM:
-        """Use an open core (or a fake one). `config`: fields of `EngineConfig`."""
+    def from_core(cls, core: Any, *, tokenizer: Any = None, config: EngineConfig | None = None) -> LLM:
+        """Use an open core (or a fake one)."""
         self = cls.__new__(cls)
-        self._begin(assemble(core, EngineConfig(**config), tokenizer))
+        self._begin(assemble(core, config or EngineConfig(), tokenizer))
         return self
 
     def _begin(self, assembly: Assembly) -> None:
@@ -147,21 +147,46 @@ class LLM:
         several = as_prompts(prompts)
         params = _one_each(sampling_params, len(several))
         sink = _QueueSink()
-        requests = []
-        for prompt, setting in zip(several, params, strict=True):
-            value, text = _prompt_value(prompt)
-            requests.append(
-                self._assembly.intake.request(
-                    value,
-                    dataclasses.replace(setting, output_kind=OutputKind.FINAL_ONLY),
-                    request_id=f"llm-{uuid.uuid4().hex}",
-                    sink=sink,
-                    arrival_ns=time.monotonic_ns(),
-                    text=text,
-                )
-            )
+        requests = [
+            self._request(prompt, setting, OutputKind.FINAL_ONLY, sink)
+            for prompt, setting in zip(several, params, strict=True)
+        ]
         with _bar(use_tqdm, len(requests)) as advance:
             return self._run(requests, sink, advance)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield what is new (text and ids are deltas).
+
+        Leaving the loop early, by an exception or Ctrl-C too, cancels the request.
+
+        Raises:
+            RequestError: The prompt or a parameter is wrong.
+            UnavailableError, DeviceError: The engine stopped, or an execution failed.
+        """
+        sink, board = _QueueSink(), self._assembly.engine.board
+        request = self._request(prompt, sampling_params or SamplingParams(), OutputKind.DELTA, sink)
+        board.submit(request)
+        try:
+            finished = False
+            while not finished:
+                _, item = sink.items.get()
+                if isinstance(item, Exception):
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            board.abort(request.request_id)  # of no effect on one that has ended
+
+    def _request(self, prompt: Prompt, params: SamplingParams, kind: OutputKind, sink: _QueueSink) -> Request:
+        value, text = _prompt_value(prompt)
+        return self._assembly.intake.request(
+            value,
+            dataclasses.replace(params, output_kind=kind),
+            request_id=f"llm-{uuid.uuid4().hex}",
+            sink=sink,
+            arrival_ns=time.monotonic_ns(),
+            text=text,
+        )
 
     def chat(
         self,
@@ -179,18 +204,19 @@ class LLM:
             messages: Mappings with "role" and "content"; or a list of such lists.
             tools, template_options: Given to the template.
         """
-        from helios_jax.text.template import encode_chat, render_chat
-
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools} | template_options
-        prompts = [
-            {
-                "prompt_token_ids": encode_chat(self.tokenizer, conversation, **options),
-                "prompt": render_chat(self.tokenizer, conversation, **options),
-            }
-            for conversation in conversations
-        ]
+        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> dict[str, Any]:
+        """The prompt that `chat` makes of a conversation: its token ids and text."""
+        from helios_jax.text.template import encode_chat, render_chat
+
+        return {
+            "prompt_token_ids": encode_chat(self.tokenizer, messages, **template_options),
+            "prompt": render_chat(self.tokenizer, messages, **template_options),
+        }
 
     def _run(self, requests: list[Request], sink: _QueueSink, advance: Any) -> list[RequestOutput]:
         """Keep slots and queue full until every request has ended."""

@@ -11,6 +11,7 @@ from typing import Any
 from helios_jax.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from helios_jax.engine.intake import Intake
 from helios_jax.engine.loop import Engine
+from helios_jax.errors import ConfigError
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.text.tokenizer import load_tokenizer
 
@@ -33,23 +34,44 @@ class Target:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def open(self, progress: Progress | None = None) -> Any:
-        """Load the core, or prepare it; may compile for minutes.
+        """Load the core, or prepare it on first use; may compile for minutes.
 
         Raises:
             ConfigError, CheckpointError, CoreError: As `aot.core` says.
         """
-        from helios_jax.aot.core import CoreOptions, is_core, open_core, prepare  # jax is imported here
+        from helios_jax.aot.core import is_core, open_core  # jax is imported here
         from helios_jax.aot.progress import silent
 
-        options = CoreOptions(**{name: value for name, value in self.options.items() if value is not None})
         show: Any = progress or silent
-        if self.core is not None and (self.model is None or is_core(self.core)):
-            return open_core(self.core, options, progress=show)
+        if self.core is not None and self.model is not None and not is_core(self.core):
+            return self.prepare(progress)
         if self.core is not None:
-            from helios_jax.models.source import open_source
+            return open_core(self.core, self._core_options(), progress=show)
+        return open_core(self.model or DEFAULT_MODEL, self._core_options(), cache_dir() / "cores", show)
 
-            return prepare(open_source(str(self.model)), options, self.core, show)
-        return open_core(self.model or DEFAULT_MODEL, options, cache_dir() / "cores", show)
+    def prepare(self, progress: Progress | None = None) -> Any:
+        """Make the core of `model` at `core`, keeping what is there and still valid.
+
+        Raises:
+            ConfigError, CheckpointError, CoreError: As `aot.core` says.
+        """
+        from helios_jax.aot.core import prepare
+        from helios_jax.aot.progress import silent
+        from helios_jax.models.source import open_source
+
+        assert self.model is not None
+        assert self.core is not None
+        show: Any = progress or silent
+        return prepare(open_source(str(self.model)), self._core_options(), self.core, show)
+
+    def _core_options(self) -> Any:
+        from helios_jax.aot.options import CoreOptions
+
+        given = {name: value for name, value in self.options.items() if value is not None}
+        known = [field.name for field in dataclasses.fields(CoreOptions)]
+        if unknown := sorted(set(given) - set(known)):
+            raise ConfigError(f"unknown options {', '.join(unknown)}; a core has {', '.join(known)}")
+        return CoreOptions(**given)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 from helios_jax.aot.abi import Dims
+from helios_jax.config import EngineConfig
 from helios_jax.engine.async_llm import AsyncLLM
 from helios_jax.scheduler.catalog import Catalog, serving_catalog
 from helios_jax.scheduler.types import Limits
@@ -69,7 +71,7 @@ def fake_core(
     return FakeCore(catalog, dims, limits, FakeRunner(dims, **runner_options), FakeSourceInfo(name=name))
 
 
-ENGINE_OPTIONS = ("max_queue", "ready_timeout_s", "trace", "dump_dir", "policy")
+ENGINE_OPTIONS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 
 
 def fake_async_llm(**options: Any) -> AsyncLLM:
@@ -78,8 +80,7 @@ def fake_async_llm(**options: Any) -> AsyncLLM:
     Args:
         options: Of `fake_core`, and of the engine (`ENGINE_OPTIONS`); a `clock` goes to both.
     """
-    engine = {key: options.pop(key) for key in ENGINE_OPTIONS if key in options}
-    if "clock" in options:
-        engine["clock"] = options["clock"]
+    config = EngineConfig(**{key: options.pop(key) for key in ENGINE_OPTIONS if key in options})
+    clock = options.get("clock") or time.monotonic_ns
     tokenizer = options.pop("tokenizer", None) or ByteTokenizer(vocab_size=options.get("vocab_size", 260))
-    return AsyncLLM.from_core(fake_core(**options), tokenizer=tokenizer, **engine)
+    return AsyncLLM.from_core(fake_core(**options), tokenizer=tokenizer, clock=clock, config=config)

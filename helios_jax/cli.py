@@ -1,0 +1,274 @@
+"""The `helios-jax` command: prepare, serve, inspect, chat, generate.
+
+jax is imported by the commands that run a model, not by `--help`. An error that the user can
+do something about is one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import helios_jax
+from helios_jax.config import (
+    API_KEY_VARIABLE,
+    CACHE_VARIABLE,
+    DEFAULT_MAX_QUEUE,
+    DEFAULT_MODEL,
+    DEFAULT_READY_TIMEOUT_S,
+    EngineConfig,
+    api_key,
+)
+from helios_jax.errors import HeliosError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+DTYPES = ("float32", "bfloat16", "float16")
+POLICIES = ("balanced", "throughput")
+MODEL_HELP = f"name, directory, .gguf file, hub id, or directory of a prepared core (default: {DEFAULT_MODEL})"
+EPILOG = (
+    f"Prepared cores are kept in ${CACHE_VARIABLE}, or ~/.cache/helios-jax. They hold programs that are executed"
+    " as they are: trust a core as you trust its directory."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit."""
+    options = parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except HeliosError as error:
+        print(f"helios-jax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(EXIT_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and options."""
+    top = argparse.ArgumentParser(prog="helios-jax", description=(helios_jax.__doc__ or "").splitlines()[0])
+    top.add_argument("--version", action="version", version=f"helios-jax {helios_jax.__version__}")
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, epilog=EPILOG)
+        sub.set_defaults(run=run)
+        return sub
+
+    prepare = command("prepare", _prepare, "compile a model's programs and convert its weights into a core")
+    prepare.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory of the core")
+    _add_core_options(prepare)
+
+    serve = command("serve", _serve, "serve an OpenAI-compatible API over HTTP")
+    serve.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL|CORE", help=MODEL_HELP)
+    _add_core_options(serve)
+    _add_server_options(serve)
+    _add_engine_options(serve)
+
+    inspect = command("inspect", _inspect, "show the programs of a prepared core")
+    inspect.add_argument("core", type=Path, metavar="CORE", help="directory of the core")
+
+    chat = command("chat", _chat, "chat in the terminal, without a server (/exit leaves, Ctrl-C ends an answer)")
+    chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    _add_core_options(chat)
+    _add_sampling_options(chat, max_tokens=None)
+
+    generate = command("generate", _generate, "continue a prompt")
+    generate.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads standard input")
+    generate.add_argument("--model", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    generate.add_argument("--chat", action="store_true", help="give the prompt as a user's message, by the template")
+    _add_core_options(generate)
+    _add_sampling_options(generate, max_tokens=128)
+    return top
+
+
+def _add_core_options(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("core (a prepared core keeps its own)")
+    group.add_argument("--max-slots", type=int, metavar="N", help="requests that run at the same time, 1 to 64 (8)")
+    group.add_argument("--max-context", type=int, metavar="N", help="tokens of a request, prompt and output (2048)")
+    group.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (float32)")
+    group.add_argument("--page-size", type=int, choices=(16, 64), help="tokens of a cache page (16)")
+    group.add_argument("--num-pages", type=int, metavar="N", help="cache pages (enough for every slot, or what fits)")
+    group.add_argument("--prefill-chunk", type=int, metavar="N", help="most prompt tokens of one program (512)")
+
+
+def _add_server_options(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (%(default)s)")
+    group.add_argument("--api-key", metavar="KEY", help=f"bearer token that clients must send (${API_KEY_VARIABLE})")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="names that requests may use (the model's own)",
+    )
+    group.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="S", help="seconds that running requests get on SIGTERM"
+    )
+
+
+def _add_engine_options(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("engine")
+    group.add_argument(
+        "--max-queue",
+        type=int,
+        default=DEFAULT_MAX_QUEUE,
+        metavar="N",
+        help="outputs that may wait for a slot; more get 429 (%(default)s)",
+    )
+    group.add_argument(
+        "--ready-timeout",
+        type=float,
+        default=DEFAULT_READY_TIMEOUT_S,
+        metavar="S",
+        help="seconds without progress after which /ready says 503 (%(default)s)",
+    )
+    group.add_argument("--trace", type=Path, metavar="FILE", help="append one JSON line a frame")
+    group.add_argument("--scheduler-policy", choices=POLICIES, default="balanced", help="(%(default)s)")
+    group.add_argument("--scheduler-terminal-value", type=float, metavar="V", help="value of retiring a request")
+    group.add_argument("--scheduler-terminal-age-price", type=float, metavar="P", help="price of a waiting retirement")
+
+
+def _add_sampling_options(sub: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    group = sub.add_argument_group("sampling")
+    text = "up to the context" if max_tokens is None else str(max_tokens)
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"output tokens ({text})")
+    group.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
+    group.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    group.add_argument("--top-k", type=int, default=0, help="0 is off (%(default)s)")
+    group.add_argument("--min-p", type=float, default=0.0, help="(%(default)s)")
+    group.add_argument("--seed", type=int, help="same seed, same output")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be repeated")
+
+
+def core_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `aot.CoreOptions`; None where nothing was said."""
+    names = ("max_slots", "max_context", "dtype", "page_size", "num_pages", "prefill_chunk")
+    return {name: getattr(options, name) for name in names}
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """How `serve` runs its engine."""
+    return EngineConfig(
+        max_queue=options.max_queue,
+        ready_timeout_s=options.ready_timeout,
+        trace=options.trace,
+        policy=options.scheduler_policy,
+        terminal_value=options.scheduler_terminal_value,
+        terminal_age_price=options.scheduler_terminal_age_price,
+    )
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    from helios_jax.aot import RichProgress
+    from helios_jax.engine.setup import Target
+
+    with RichProgress() as progress:
+        core = Target(model=options.model, core=options.out, options=core_options(options)).prepare(progress)
+    print(core.summary())
+    core.close()
+
+
+def _serve(options: argparse.Namespace) -> None:
+    import logging
+
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    from helios_jax.engine.setup import Target
+    from helios_jax.server.context import ServerLimits
+    from helios_jax.server.run import run_server
+
+    console = Console(stderr=True)
+    plain = logging.StreamHandler()
+    plain.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler = RichHandler(console=console, show_path=False) if console.is_terminal else plain
+    logging.basicConfig(
+        level=logging.WARNING, handlers=[handler], format="%(message)s" if handler is not plain else None
+    )
+    logging.getLogger("helios_jax").setLevel(logging.INFO)
+    config = engine_config(options)
+    target = Target(model=options.model, options=core_options(options))
+
+    def make(report: Callable[[str], None]) -> Any:
+        from helios_jax.aot import RichProgress
+        from helios_jax.engine.async_llm import AsyncLLM
+
+        with RichProgress(console) as bars:
+
+            def progress(stage: str, done: int, total: int, detail: str = "") -> None:
+                bars(stage, done, total, detail)
+                report(f"preparing: {stage} {done}/{total} {detail}".rstrip())
+
+            core = target.open(progress)
+        print(core.summary(), file=sys.stderr)
+        return AsyncLLM.from_core(core, config=config)
+
+    run_server(
+        make,
+        options.host,
+        options.port,
+        api_key=options.api_key or api_key(),
+        served_model_names=tuple(options.served_model_name),
+        limits=ServerLimits(drain_timeout_s=options.drain_timeout),
+        announce=lambda url: print(f"listening on {url}, preparing {options.model}", file=sys.stderr),
+    )
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from helios_jax.aot import inspect_core
+    from helios_jax.aot.report import INSPECT_HEADER, format_row
+
+    rows = inspect_core(options.core)
+    table = Table(title=str(options.core), title_justify="left")
+    for index, name in enumerate(INSPECT_HEADER):
+        numeric = 0 < index < len(INSPECT_HEADER) - 1
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+    for row in rows:
+        table.add_row(*format_row(row))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _chat(options: argparse.Namespace) -> None:
+    from helios_jax.repl import Repl
+
+    with _open_llm(options) as llm:
+        Repl(llm, _sampling(options), options.system).run()
+
+
+def _generate(options: argparse.Namespace) -> None:
+    prompt: Any = sys.stdin.read() if options.prompt == "-" else options.prompt
+    params = _sampling(options)
+    with _open_llm(options) as llm:
+        if options.chat:
+            prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
+        for output in llm.stream(prompt, params):
+            print(output.outputs[0].text, end="", flush=True)
+    print()
+
+
+def _open_llm(options: argparse.Namespace) -> Any:
+    from helios_jax.engine.llm import LLM
+
+    return LLM(options.model, **core_options(options))
+
+
+def _sampling(options: argparse.Namespace) -> Any:
+    from helios_jax.engine.params import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+    return SamplingParams(**{name: getattr(options, name) for name in names})

@@ -1,0 +1,111 @@
+"""The command line: help without jax, one line and exit code 2 for what the user can mend."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helios_jax.cli import core_options, engine_config, main, parser
+from helios_jax.engine.llm import LLM
+from helios_jax.engine.params import SamplingParams
+from helios_jax.repl import Repl
+from helios_jax.testing import ByteTokenizer, fake_core, scripted
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int | str | None, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", [[], ["prepare"], ["serve"], ["inspect"], ["chat"], ["generate"]])
+def test_help_of_every_command(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    code, out, _ = run(capsys, *command, "--help")
+    assert code == 0
+    assert "usage: helios-jax" in out
+
+
+def test_help_and_import_load_no_jax() -> None:
+    script = (
+        "import sys, helios_jax.cli as cli\n"
+        "try: cli.main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(any(name in sys.modules for name in ('jax', 'uvicorn', 'rich')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, cwd=Path(__file__).parents[2], check=False
+    )
+    assert done.returncode == 0
+
+
+def test_version_and_module(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("helios-jax ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "/nonexistent"], "holds no prepared core"),
+        (["generate", "hi", "--model", "/nonexistent/model"], "/nonexistent/model"),
+        (["generate", "hi", "--temperature", "-1"], "temperature must be in"),
+        (["generate", "hi", "--max-slots", "65"], "max_slots must be an integer in [1, 64], got 65"),
+        (["serve", "--max-queue", "-1"], "max_queue must be an integer in"),
+        (["serve", "--ready-timeout", "nan"], "ready_timeout_s must be a positive number"),
+        (["serve", "--port", "99999999"], "cannot listen on"),
+    ],
+)
+def test_user_errors_are_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert err.startswith("helios-jax: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_serve_options_reach_core_and_engine() -> None:
+    options = parser().parse_args(
+        ["serve", "some/model", "--max-slots", "4", "--dtype", "bfloat16", "--scheduler-policy", "throughput",
+         "--scheduler-terminal-value", "0", "--trace", "t.jsonl", "--max-queue", "7"]
+    )  # fmt: skip
+    assert options.model == "some/model"
+    assert core_options(options) == {
+        "max_slots": 4, "max_context": None, "dtype": "bfloat16", "page_size": None, "num_pages": None,
+        "prefill_chunk": None,
+    }  # fmt: skip
+    config = engine_config(options)
+    assert (config.policy, config.terminal_value, config.max_queue) == ("throughput", 0.0, 7)
+
+
+def test_chat_streams_keeps_the_conversation_and_survives_ctrl_c() -> None:
+    lines = iter(["hello", "/reset", "again", "/what", "/exit"])
+    written = io.StringIO()
+
+    class Interrupted(io.StringIO):
+        """Presses Ctrl-C at the third piece of the first answer."""
+
+        pieces = 0
+
+        def write(self, text: str) -> int:
+            written.write(text)
+            Interrupted.pieces += len(text) == 1 and text.isalpha()
+            if Interrupted.pieces == 3:
+                Interrupted.pieces = 100
+                raise KeyboardInterrupt
+            return len(text)
+
+    with LLM.from_core(fake_core(next_token=scripted("answer")), tokenizer=ByteTokenizer()) as llm:
+        repl = Repl(llm, SamplingParams(temperature=0, max_tokens=20), "be nice", ask=lambda _: next(lines),
+                    out=Interrupted())  # fmt: skip
+        repl.run()
+        assert llm.stats().requests_total["cancelled"] <= 1
+    assert "ans [cancelled]" in written.getvalue()
+    assert [m["content"] for m in repl.messages] == ["be nice", "again", "answer"]
