@@ -21,6 +21,7 @@ from helios_jax.aot.progress import Progress, silent
 from helios_jax.aot.runner import DeviceRunner, InFlight
 from helios_jax.aot.source import Source
 from helios_jax.errors import ConfigError
+from helios_jax.models.source import open_source
 
 __all__ = [
     "CoreOptions",
@@ -73,16 +74,13 @@ def open_core(
     Raises:
         ConfigError, CheckpointError, CoreError: As `prepare` and `load_core` say.
     """
-    if isinstance(model_or_core, (str, pathlib.Path)):
-        if is_core(model_or_core):
-            _refuse_conflicts(pathlib.Path(model_or_core), options)
-            return load_core(model_or_core, progress)
-        from helios_jax.models.source import open_source
-
-        model_or_core = open_source(model_or_core)
-    options = (options or CoreOptions()).resolve(model_or_core.model)
+    if isinstance(model_or_core, (str, pathlib.Path)) and is_core(model_or_core):
+        _refuse_conflicts(pathlib.Path(model_or_core), options)
+        return load_core(model_or_core, progress)
+    source: Source = open_source(model_or_core) if isinstance(model_or_core, (str, pathlib.Path)) else model_or_core
+    options = (options or CoreOptions()).resolve(source.model)
     root = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    return prepare(model_or_core, options, core_directory(model_or_core, options, root), progress)
+    return prepare(source, options, core_directory(source, options, root), progress)
 
 
 def _refuse_conflicts(core: pathlib.Path, options: CoreOptions | None) -> None:

@@ -13,6 +13,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import types
 
 import jax
 import jaxlib
@@ -58,8 +59,8 @@ def helios_version() -> str:
         return "0"
 
 
-def _package_dir(module: object) -> pathlib.Path:
-    return pathlib.Path(str(getattr(module, "__file__"))).resolve().parent
+def _package_dir(module: types.ModuleType) -> pathlib.Path:
+    return pathlib.Path(str(module.__file__)).resolve().parent
 
 
 @functools.cache  # what this process has imported does not change with the files

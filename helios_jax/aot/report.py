@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pathlib
+from typing import Any
 
 from helios_jax.aot.manifest import ProgramEntry, read_manifest
 from helios_jax.aot.memory import human
@@ -54,13 +55,13 @@ class InspectRow:
     kind: str
     batch_capacity: int
     token_capacity: int
-    compile_seconds: float
-    file_bytes: int
-    temp_bytes: int
-    argument_bytes: int
-    donated_bytes: int
-    alias_bytes: int
-    problem: str  # empty, or why this program would be compiled again or is missing
+    compile_seconds: float = 0.0
+    file_bytes: int = 0
+    temp_bytes: int = 0
+    argument_bytes: int = 0
+    donated_bytes: int = 0
+    alias_bytes: int = 0
+    problem: str = ""  # empty, or why this program would be compiled again or is missing
 
 
 INSPECT_HEADER = ("program", "rows", "tokens", "compile", "file", "temporaries", "arguments", "donated", "problem")
@@ -78,8 +79,6 @@ def inspect_core(directory: pathlib.Path | str) -> tuple[InspectRow, ...]:
     rows += [
         InspectRow(
             **_shape_columns(failed.shape),
-            **dict.fromkeys(("file_bytes", "temp_bytes", "argument_bytes", "donated_bytes", "alias_bytes"), 0),
-            compile_seconds=0.0,
             problem=f"did not compile: {failed.error}",
         )
         for failed in manifest.failed
@@ -87,7 +86,7 @@ def inspect_core(directory: pathlib.Path | str) -> tuple[InspectRow, ...]:
     return tuple(sorted(rows, key=lambda row: (row.kind, row.batch_capacity, row.token_capacity)))
 
 
-def _shape_columns(shape: ProgramShape) -> dict:
+def _shape_columns(shape: ProgramShape) -> dict[str, Any]:
     return {
         "name": shape.name,
         "kind": str(shape.kind),

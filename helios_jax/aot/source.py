@@ -7,16 +7,31 @@ from typing import Any, Protocol
 
 from helios_jax.aot.text_files import TextFiles
 from helios_jax.models.interface import Model
+from helios_jax.models.registry import build_model
 
 
 class Source(Protocol):
     """A model on disk, opened but not read."""
 
-    name: str
-    model: Model
-    num_params: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
+    @property
+    def name(self) -> str:
+        """Display name; also part of the name of its core's directory in the cache."""
+
+    @property
+    def model(self) -> Model:
+        """Equations and shapes, no weights."""
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Any of these ends an answer."""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Token before a prompt, or None."""
 
     def config_digest(self) -> str:
         """sha256 of the model configuration."""
@@ -40,6 +55,4 @@ def model_from_config(config: dict[str, Any]) -> Model:
     Raises:
         CheckpointError: Its family is not registered in this version.
     """
-    from helios_jax.models.registry import build_model
-
     return build_model(config)

@@ -33,8 +33,13 @@ GGUF_NAME = "tokenizer.gguf"
 class TextFiles(Protocol):
     """What `ModelSource.text_files()` gives: `kind` is "hf" (a directory) or "gguf" (a file)."""
 
-    kind: str
-    path: pathlib.Path
+    @property
+    def kind(self) -> str:
+        """ "hf" or "gguf"."""
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The directory, or the file."""
 
 
 def copy_text_files(source: TextFiles, core: pathlib.Path) -> tuple[StoredFile, ...]:
