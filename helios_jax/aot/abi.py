@@ -107,7 +107,7 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
     decode: `slot`, `page_table`, `want_logprobs`; pending token and position are on the device.
     """
     b, t = shape.batch_capacity, shape.token_capacity
-    table = {"page_table": (b, dims.pages_per_slot)}
+    table: dict[str, tuple[int, ...]] = {"page_table": (b, dims.pages_per_slot)}
     match shape.kind:
         case ProgramKind.INITIALIZE:
             return _layout(
@@ -129,8 +129,8 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
                 },
             )
         case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
-            ints = {"slot": (b,), "query_len": (b,), "start": (b,), "sample": (b,), "want_logprobs": (1,)}
-            ints |= table | {"tokens": (t,)}
+            rows: dict[str, tuple[int, ...]] = {"slot": (b,), "query_len": (b,), "start": (b,), "sample": (b,)}
+            ints = rows | {"want_logprobs": (1,)} | table | {"tokens": (t,)}
             if shape.kind is ProgramKind.SCORED_PREFILL:
                 ints["target"] = (t,)
             return _layout(ints, {})

@@ -13,6 +13,7 @@ converts a whole bfloat16 pool through float32; a bitcast costs nothing on any b
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -105,6 +106,6 @@ def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike) -> Dev
 def new_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike) -> DeviceState:
     """A state of empty pages and slots; traceable, so that one program can fill the device."""
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(model, dims, dtype))
-    return zeros.replace(
-        bias_ids=zeros.bias_ids - 1, top_p=zeros.top_p + 1, repetition_penalty=zeros.repetition_penalty + 1
+    return dataclasses.replace(
+        zeros, bias_ids=zeros.bias_ids - 1, top_p=zeros.top_p + 1, repetition_penalty=zeros.repetition_penalty + 1
     )

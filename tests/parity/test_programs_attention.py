@@ -94,7 +94,7 @@ def test_decode_does_not_depend_on_the_batch() -> None:
             last = start + 64 >= len(prompt)
             out = host.prefill([Chunk(slot, prompt[start : start + 64], start, last)])
         texts[slot].append(int(out["token"][0]))
-    compositions = [(0,), (1,), (2, 0), *itertools.permutations([0, 1, 2, None])]
+    compositions = [(0,), (1,), (2, 0), *list(itertools.permutations([0, 1, 2, None]))[::4]]
     for lanes in compositions:
         out = host.decode(lanes, logprobs=True)
         for lane, slot in enumerate(lanes):

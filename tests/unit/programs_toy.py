@@ -90,11 +90,11 @@ def reference_logits(tokens: Sequence[int]) -> np.ndarray:
         out = np.zeros((n, HEADS, HEAD_DIM))
         for head in range(HEADS):
             kv_head = head // (HEADS // KV_HEADS)
-            for i in range(n):
-                low = 0 if spec.window is None else max(0, i - spec.window + 1)
-                scores = k[low : i + 1, kv_head] @ q[i, head] * spec.scale
-                weights = np.exp(scores - scores.max())
-                out[i, head] = weights @ v[low : i + 1, kv_head] / weights.sum()
+            scores = q[:, head] @ k[:, kv_head].T * spec.scale
+            distance = positions[:, None] - positions
+            scores[(distance < 0) | (distance >= (spec.window or n))] = -np.inf
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            out[:, head] = weights @ v[:, kv_head] / weights.sum(1, keepdims=True)
         x = x + out.reshape(n, -1) @ layer["o"]
     return x @ params["head"].T
 
@@ -159,10 +159,11 @@ class Host:
         self.params = jax.tree.map(lambda a: jnp.asarray(a, jnp.dtype(dtype)), params or toy_params())
         order = np.random.default_rng(1).permutation(slots * pages)
         self.tables = (1 + order).reshape(slots, pages).astype(np.int32)
-        self.state: DeviceState = jax.jit(lambda: new_state(self.model, self.dims, dtype))()
+        self.state: DeviceState = new_state(self.model, self.dims, dtype)
         if poison:
-            nan = jnp.asarray(0x7FC0, jnp.uint16) if jnp.dtype(dtype).itemsize == 2 else jnp.nan
-            self.state = self.state.replace(kv=jax.tree.map(lambda p: jnp.full_like(p, nan), self.state.kv))
+            nan = 0x7FC0 if jnp.dtype(dtype).itemsize == 2 else np.nan
+            pools = jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, nan, p.dtype)), self.state.kv)
+            self.state = self.state.replace(kv=pools)
 
     def run(self, shape: ProgramShape, **fields: Any) -> dict[str, np.ndarray]:
         ints, floats, parts = control_layout(shape, self.dims).new()

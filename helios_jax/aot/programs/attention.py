@@ -166,7 +166,9 @@ def prefill_attend(
     return attend
 
 
-def decode_attend(tables: jax.Array, position: jax.Array, active: jax.Array, address: Address, tiling: Tiling) -> Attend:
+def decode_attend(
+    tables: jax.Array, position: jax.Array, active: jax.Array, address: Address, tiling: Tiling
+) -> Attend:
     """Attention of one token a lane, over a list of all (lane, key block) pairs.
 
     Cost: sum over active lanes of context / (block x group) iterations of one group.

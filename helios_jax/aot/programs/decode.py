@@ -9,6 +9,8 @@ A lane whose slot is out of range is inactive: it writes to the scratch page and
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -49,7 +51,7 @@ def build_decode(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> P
         sampled = sample(logits, rows, state)
         details = describe_if(fields["want_logprobs"][0] > 0, logits, sampled.token)
         committed = jnp.where(active, position + 1, 0)
-        state = state.replace(kv=kv, committed_len=state.committed_len.at[row].set(committed))
+        state = dataclasses.replace(state, kv=kv, committed_len=state.committed_len.at[row].set(committed))
         state = record(state, rows, sampled.token)
         values = {"slot": slot, "committed_len": committed} | sampled._asdict() | details._asdict()
         values = {name: value[:lanes] for name, value in values.items()}

@@ -22,7 +22,8 @@ Measure = Callable[[jax.Array], jax.Array]  # [R, V] mask -> [R] count or mass, 
 
 def order_key(values: jax.Array) -> jax.Array:
     """uint32 keys in the order of the float32 `values`, all above 0; both zeros are equal."""
-    bits = lax.bitcast_convert_type(values + 0.0, jnp.uint32)
+    # a select: XLA folds `values + 0.0` away, and -0.0 with it
+    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
     negative = bits >> 31 == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 

@@ -6,6 +6,8 @@ pages need no cleaning: attention reads only what the request itself has written
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -42,6 +44,6 @@ def build_initialize(shape: ProgramShape, dims: Dims) -> Program:
         for name in ("pending_token", "committed_len", "prompt_seen", "output_counts"):
             column = getattr(state, name)
             changed[name] = column.at[row].set(jnp.zeros((), column.dtype))
-        return state.replace(**changed), assemble(completion, {"slot": slot})
+        return dataclasses.replace(state, **changed), assemble(completion, {"slot": slot})
 
     return initialize

@@ -75,9 +75,7 @@ class Scores(NamedTuple):
     status: jax.Array
 
 
-def score(
-    hidden: jax.Array, target: jax.Array, used: jax.Array, to_logits: Callable[[jax.Array], jax.Array]
-) -> Scores:
+def score(hidden: jax.Array, target: jax.Array, used: jax.Array, to_logits: Callable[[jax.Array], jax.Array]) -> Scores:
     """Log-probabilities of `target` [T] after each of the `hidden` [T, D] rows.
 
     Only SCORE_TILE rows of logits exist at a time, so memory does not grow with the prompt.

@@ -15,6 +15,8 @@ Rows without tokens, and padding behind the last row, write to the scratch page 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,13 +52,13 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> 
         attend = prefill_attend(tables, packed, query_len, start, address, tiling)
         hidden, kv = model.forward(params, tokens, packed.position, state.kv, attend)
 
-        state = state.replace(kv=kv)
+        state = dataclasses.replace(state, kv=kv)
         state = _count_prompt(state, row[packed.row], packed, valid, tokens)
         end = jnp.where(active, start + query_len, 0)
         rows = Rows(row, active & (fields["sample"] > 0), end)
         last = hidden[jnp.clip(packed.offset + query_len - 1, 0, shape.token_capacity - 1)]
         sampled, details = _first_token(model, params, last, rows, state, fields["want_logprobs"][0], dtype)
-        state = state.replace(committed_len=state.committed_len.at[row].set(end))
+        state = dataclasses.replace(state, committed_len=state.committed_len.at[row].set(end))
         state = record(state, rows, sampled.token)
         values = {"slot": slot, "committed_len": end} | sampled._asdict() | details._asdict()
         if shape.kind is ProgramKind.SCORED_PREFILL:
@@ -77,7 +79,8 @@ def _count_prompt(
     is_prompt = packed.position < state.prompt_len[slot]
     prompt_row = jnp.where(valid & is_prompt, slot, scratch)
     output_row = jnp.where(valid & ~is_prompt, slot, scratch)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         prompt_seen=state.prompt_seen.at[prompt_row, tokens].set(True),
         output_counts=state.output_counts.at[output_row, tokens].add(1),
     )

@@ -16,6 +16,7 @@ Axis letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ def record(state: DeviceState, rows: Rows, token: jax.Array) -> DeviceState:
     emitted = token >= 0
     slot = jnp.where(emitted, rows.slot, state.pending_token.shape[0] - 1)
     token = jnp.where(emitted, token, 0)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         pending_token=state.pending_token.at[slot].set(token),
         output_counts=state.output_counts.at[slot, token].add(1),
     )
