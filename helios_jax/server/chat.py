@@ -1,0 +1,211 @@
+"""`/v1/chat/completions`: messages through the model's template, answers as assistant messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import UNSET
+
+from helios_jax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from helios_jax.errors import RequestError
+from helios_jax.server.body import decode_body
+from helios_jax.server.context import ServerContext
+from helios_jax.server.interface import TokenizerLike
+from helios_jax.server.job import Job, check_choices
+from helios_jax.server.params import sampling_params
+from helios_jax.server.protocol import ChatRequest, Message, refuse_unsupported
+from helios_jax.server.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    Usage,
+    chat_logprobs,
+)
+from helios_jax.text.template import encode_chat
+
+ROLES = ("system", "developer", "user", "assistant")
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {"tokenizer", "messages", "tools", "add_generation_prompt", "template", "tokenize", "bos_token", "eos_token"}
+)
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: text content, known roles ("developer" reads as "system").
+
+    Raises:
+        RequestError: No messages, a role, a kind of content or a tool call that is not supported.
+    """
+    if not messages:
+        raise RequestError("messages must not be empty", param="messages", code="invalid_value")
+    result: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if message.role not in ROLES:
+            allowed = ", ".join(ROLES)
+            raise RequestError(
+                f"{where}.role must be one of {allowed}, got {message.role[:40]!r}",
+                param=f"{where}.role",
+                code="unsupported" if message.role in ("tool", "function") else "invalid_value",
+            )
+        if message.tool_calls or message.function_call:
+            raise RequestError(
+                f"{where}.tool_calls is not supported in this version", param=f"{where}.tool_calls", code="unsupported"
+            )
+        role = "system" if message.role == "developer" else message.role
+        entry: dict[str, Any] = {"role": role, "content": content_text(message, where)}
+        if message.name is not None:
+            entry["name"] = message.name
+        result.append(entry)
+    return result
+
+
+def content_text(message: Message, where: str) -> str:
+    """Content of a message as one text; parts are joined by a line break, as vLLM joins them."""
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise RequestError(f"{where}.content is missing", param=f"{where}.content", code="invalid_value")
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{where}.content[{number}] must be a text part with `text`; type {part.type[:40]!r} is not supported"
+                " in this version",
+                param=f"{where}.content",
+                code="unsupported" if part.type != "text" else "invalid_value",
+            )
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+async def encode_messages(
+    context: ServerContext,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    template_kwargs: dict[str, Any] | None,
+) -> list[int]:
+    """Ids of a conversation through the model's template.
+
+    Raises:
+        RequestError: A message, a template argument, or the template itself refuses.
+    """
+    given = template_kwargs or {}
+    reserved = RESERVED_TEMPLATE_NAMES.intersection(given)
+    if reserved:
+        names = ", ".join(sorted(reserved))
+        raise RequestError(
+            f"chat_template_kwargs must not set {names}", param="chat_template_kwargs", code="invalid_value"
+        )
+    converted = template_messages(messages)
+    size = sum(len(m["content"]) for m in converted) + 64 * len(converted)  # 64: what a template adds to a message
+    return await context.offload(
+        size,
+        encode_chat,
+        context.engine.tokenizer,
+        converted,
+        add_generation_prompt=add_generation_prompt,
+        **given,
+    )
+
+
+async def parse_chat(body: bytes, context: ServerContext, answer_id: str) -> Job:
+    """A chat body as a `Job`.
+
+    Raises:
+        RequestError: Anything about it that cannot be served, naming the field.
+    """
+    request = await decode_body(body, ChatRequest, context)
+    model = context.check_model(request.model)
+    refuse_unsupported(request)
+    for name in ("echo", "prompt_logprobs"):
+        if getattr(request, name):
+            raise RequestError(f"{name} is supported by /v1/completions only", param=name, code="unsupported")
+    top = request.top_logprobs or 0
+    if top and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
+    asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    params = sampling_params(request, max_tokens=asked, logprobs=top if request.logprobs else None)
+    check_choices(context, 1, params.n)
+    ids = await encode_messages(context, request.messages, request.add_generation_prompt, request.chat_template_kwargs)
+    include_usage = bool(request.stream_options and request.stream_options.include_usage)
+    writer = ChatWriter(
+        answer_id, context.created_now(), model, context.engine.tokenizer, params.logprobs, include_usage
+    )
+    return Job([ids], params, writer, bool(request.stream), include_usage)
+
+
+@dataclass
+class _Choice:
+    """What is remembered of one output between its deltas."""
+
+    role_sent: bool = False
+    held_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class ChatWriter:
+    """Answers in chat's form.
+
+    A delta without text (a token inside a character, or inside a possible stop string) sends
+    nothing; its log-probabilities go out with the next one.
+    """
+
+    def __init__(
+        self, answer_id: str, created: int, model: str, tokenizer: TokenizerLike, top: int | None, usage_null: bool
+    ) -> None:
+        self._head = (answer_id, created, model)
+        self._tokenizer = tokenizer
+        self._top = top
+        self._usage_null = usage_null
+        self._choices: dict[int, _Choice] = {}
+
+    def plain(self, outputs: list[RequestOutput], usage: Usage) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                output.index,
+                ChatMessage(output.text),
+                self._logprobs(output.logprobs),
+                output.finish_reason or "",
+                output.stop_reason,
+            )
+            for output in outputs[0].outputs
+        ]
+        return ChatCompletion(*self._head, choices, usage)
+
+    def deltas(self, prompt_index: int, output: RequestOutput) -> Iterator[ChatChunk]:
+        for choice in output.outputs:
+            yield from self._choice_deltas(choice)
+
+    def _choice_deltas(self, output: CompletionOutput) -> Iterator[ChatChunk]:
+        state = self._choices.setdefault(output.index, _Choice())
+        if not state.role_sent:
+            state.role_sent = True
+            yield self._chunk(ChatChunkChoice(output.index, ChatDelta("assistant", "")))
+        state.held_logprobs += output.logprobs or []
+        if output.text or (output.finished and state.held_logprobs):
+            logprobs = self._logprobs(state.held_logprobs)
+            state.held_logprobs = []
+            yield self._chunk(ChatChunkChoice(output.index, ChatDelta(content=output.text), logprobs))
+        if output.finished:
+            yield self._chunk(
+                ChatChunkChoice(output.index, ChatDelta(), None, output.finish_reason, output.stop_reason)
+            )
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return ChatChunk(*self._head, [], usage)
+
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(*self._head, [choice], None if self._usage_null else UNSET)
+
+    def _logprobs(self, entries: list[TokenLogprobs] | None) -> ChatLogprobs | None:
+        if self._top is None:
+            return None
+        return chat_logprobs(entries or [], self._top, self._tokenizer)

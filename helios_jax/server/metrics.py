@@ -1,0 +1,190 @@
+"""Prometheus metrics of one server: HTTP outcomes and latencies, and the engine's own counts.
+
+A registry per server, so that two servers in one process do not share counters. The counts of
+requests reconcile at every scrape, because all of them change on the event loop that serves it:
+
+    helios_requests_arrived_total = sum(helios_requests_total{outcome}) + helios_requests_in_flight
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from helios_jax.server.record import Outcome, RequestRecord
+
+if TYPE_CHECKING:
+    from helios_jax.server.context import ServerContext
+
+TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+SCHEDULER_PREFIX = "flare_scheduler_"
+NS_PER_S = 1e9
+
+
+class ServerMetrics:
+    """Counters and histograms that the server itself keeps, and the exposition of everything."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._http = Counter(
+            "helios_http_requests", "HTTP requests by method and status.", ("method", "status"), registry=registry
+        )
+        self._arrived = Counter(
+            "helios_requests_arrived", "Generation requests whose headers arrived.", registry=registry
+        )
+        self._outcomes = Counter(
+            "helios_requests", "Generation requests that ended, by outcome.", ("outcome",), registry=registry
+        )
+        for outcome in Outcome:
+            self._outcomes.labels(outcome.value)
+        self._choices = Counter(
+            "helios_choices", "Outputs that ended, by reason.", ("finish_reason",), registry=registry
+        )
+        in_flight = Gauge("helios_requests_in_flight", "Generation requests arrived and not ended.", registry=registry)
+        in_flight.set_function(lambda: context.in_flight)
+        self._ttft = Histogram(
+            "helios_time_to_first_token_seconds",
+            "HTTP arrival to first token.",
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self._inter_token = Histogram(
+            "helios_inter_token_seconds",
+            "Time between two deliveries of tokens of one streamed output.",
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self._per_token = Histogram(
+            "helios_time_per_output_token_seconds",
+            "Mean time per token after the first, one observation a request.",
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self._queue = Histogram(
+            "helios_queue_seconds", "HTTP arrival to first scheduling.", buckets=TTFT_BUCKETS, registry=registry
+        )
+        self._request = Histogram(
+            "helios_request_seconds", "HTTP arrival to the end.", buckets=REQUEST_BUCKETS, registry=registry
+        )
+        registry.register(EngineCollector(context))
+
+    def arrived(self) -> None:
+        self._arrived.inc()
+
+    def closed(self, record: RequestRecord) -> None:
+        """A generation request has ended, in whatever way."""
+        assert record.outcome is not None
+        self._outcomes.labels(record.outcome.value).inc()
+        for reason in record.finish_reasons:
+            self._choices.labels(reason).inc()
+        if record.outcome is not Outcome.REFUSED:
+            self._request.observe(record.seconds)
+
+    def answered(self, record: RequestRecord) -> None:
+        """Any HTTP request has ended."""
+        method = record.method if record.method in ("GET", "POST", "HEAD") else "other"  # bounded label values
+        self._http.labels(method, str(record.status)).inc()
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def delivered(self, gap_seconds: float) -> None:
+        self._inter_token.observe(gap_seconds)
+
+    def per_token(self, seconds: float) -> None:
+        self._per_token.observe(seconds)
+
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    def render(self) -> bytes:
+        """Everything, in Prometheus' text format 0.0.4."""
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    """The engine's snapshot at each scrape; before there is an engine, only that it is not ready."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # what there is depends on the engine; without this the registry would scrape it at once
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._context.engine_or_none
+        ready = not self._context.unready_reason()
+        yield GaugeMetricFamily("helios_ready", "1 if work is accepted.", value=float(ready))
+        if engine is None:
+            return
+        stats = engine.stats()
+        yield from engine_families(stats)
+        yield from scheduler_families(stats.scheduler)
+
+
+def engine_families(stats: Any) -> Iterator[Metric]:
+    """Queue, slots, pages, tokens, frames and request counts of `EngineStats`."""
+    gauges = {
+        "helios_engine_sequences_running": ("Sequences in slots.", stats.running),
+        "helios_engine_queue": ("Sequences that wait for a slot.", stats.waiting),
+        "helios_slots_total": ("Slots.", stats.slots_total),
+        "helios_pages_total": ("Cache pages.", stats.pages_total),
+        "helios_pages_used": ("Cache pages assigned.", stats.pages_used),
+        "helios_pages_free": ("Cache pages free.", stats.pages_free),
+        "helios_compiles_after_ready": ("Programs compiled since ready; must stay 0.", stats.compiles_after_ready),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(name, text, value=value)
+    totals = stats.requests
+    counters = {
+        "helios_prompt_tokens": ("Prompt tokens of accepted requests.", totals.prompt_tokens),
+        "helios_generation_tokens": ("Tokens generated.", totals.generation_tokens),
+        "helios_frames": ("Frames completed on the device.", totals.frames),
+        "helios_host_seconds": ("Host time of the engine thread between frames.", totals.host_ns / NS_PER_S),
+        "helios_device_seconds": ("Device time of the frames.", totals.device_ns / NS_PER_S),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(name, text, value=value)
+    outcomes = CounterMetricFamily("helios_engine_requests", "Engine requests by outcome.", labels=("outcome",))
+    for outcome, count in stats.requests_total.items():
+        if outcome != "active":
+            outcomes.add_metric((outcome,), count)
+    yield outcomes
+    yield GaugeMetricFamily("helios_engine_requests_active", "Engine requests not ended.", value=totals.active)
+
+
+def scheduler_families(counters: Any) -> Iterator[Metric]:
+    """The scheduler's counters under the specification's names, `flare_scheduler_*`.
+
+    Args:
+        counters: A record or mapping; a value is a number, or numbers by reason.
+    """
+    if counters is None:
+        return
+    if dataclasses.is_dataclass(counters) and not isinstance(counters, type):
+        counters = {field.name: getattr(counters, field.name) for field in dataclasses.fields(counters)}
+    elif hasattr(counters, "_asdict"):
+        counters = counters._asdict()
+    for key, value in counters.items():
+        name = key if key.startswith(SCHEDULER_PREFIX) else SCHEDULER_PREFIX + key
+        is_counter = name.endswith("_total")
+        text = "Scheduler counter; see the scheduling specification."
+        if isinstance(value, Mapping):
+            labels = ("reason",)
+            family = CounterMetricFamily if is_counter else GaugeMetricFamily
+            metric = family(name.removesuffix("_total") if is_counter else name, text, labels=labels)
+            for reason, count in value.items():
+                metric.add_metric((str(reason),), float(count))
+            yield metric
+        elif isinstance(value, (int, float)):
+            if is_counter:
+                yield CounterMetricFamily(name.removesuffix("_total"), text, value=value)
+            else:
+                yield GaugeMetricFamily(name, text, value=value)
