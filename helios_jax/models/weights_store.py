@@ -1,9 +1,9 @@
 """Converted weights kept beside a core, by orbax: saved once, restored in bounded pieces.
 
 orbax restores a whole tree at once into host memory or straight to devices; we restore groups
-of tensors of at most `GROUP_BYTES` to the host and hand each on through `put`, so that host
-memory stays bounded and progress can be shown. OCDBT storage is used because it reports a
-missing data file; a missing chunk of a plain zarr array would read as zeros.
+of tensors, each at most `GROUP_SHARE` of the whole, to the host and hand every tensor on through
+`put`, so that host memory stays bounded and progress can be shown. OCDBT storage is used because
+it reports a missing data file; a missing chunk of a plain zarr array would read as zeros.
 
 A list of the files and their sizes lies beside them and is compared first: a failed orbax
 read leaves futures behind that print tracebacks at exit. Changed bytes are not noticed here;
@@ -27,7 +27,9 @@ from helios_jax.models.checkpoint_files import one_line, read_json
 from helios_jax.models.interface import Params
 from helios_jax.models.params import leaf_bytes, leaves, tree_of
 
-GROUP_BYTES = 16 << 20  # tensors restored by one orbax call; a larger tensor is a group of its own
+# Tensors restored by one orbax call (about 30 ms each): this share of the whole, so that the calls are
+# few and their copies small beside the model. A larger tensor is a group of its own.
+GROUP_SHARE = 1 / 32
 FILES_NAME = "files.json"
 
 Put = Callable[[np.ndarray], Any]
@@ -76,7 +78,7 @@ def restore_params(
     total, done = sum(leaf_bytes(leaf) for _, leaf in wanted), 0
     placed: dict[str, Any] = {}
     with _checkpointer() as checkpointer:
-        for group in _groups(wanted):
+        for group in _groups(wanted, int(total * GROUP_SHARE)):
             host = dict(leaves(_restore_group(checkpointer, path, group)))
             for name, leaf in group:
                 array = host.pop(name)
@@ -108,12 +110,12 @@ def _check_files(path: Path) -> None:
             raise CheckpointError(f"stored weights {path} are damaged: {name} {state}")
 
 
-def _groups(entries: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Cuts (name, leaf) pairs into runs of at most GROUP_BYTES, largest first as in loading."""
+def _groups(entries: list[tuple[str, Any]], most_bytes: int) -> Iterator[list[tuple[str, Any]]]:
+    """Cuts (name, leaf) pairs into runs of at most `most_bytes`, largest first as in loading."""
     group: list[tuple[str, Any]] = []
     size = 0
     for name, leaf in sorted(entries, key=lambda entry: -leaf_bytes(entry[1])):
-        if group and size + leaf_bytes(leaf) > GROUP_BYTES:
+        if group and size + leaf_bytes(leaf) > most_bytes:
             yield group
             group, size = [], 0
         group.append((name, leaf))
