@@ -166,8 +166,11 @@ class ServerContext:
         if not self.in_flight:
             self.idle.set()
 
-    async def offload(self, size: int, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Result of the call; large inputs are worked on in a thread, so that streams keep their pace."""
+    async def offload(self, size: int, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Result of the call; large inputs are worked on in a thread, so that streams keep their pace.
+
+        Keyword arguments may come from a request, so no name of ours may stand in their way.
+        """
         work = functools.partial(call, *args, **kwargs)
         if size <= OFFLOAD_SIZE:
             return work()

@@ -18,6 +18,7 @@ from helios_jax.errors import (
 
 RETRY_AFTER_S = 1  # a queue place frees within a request's length; clients back off further by themselves
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; logged and counted, never sent: nobody listens any more
+_MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r"- at (key in )?`\$\.?([^`]*)`$")
 
 
@@ -101,6 +102,7 @@ def from_decode_error(error: msgspec.DecodeError) -> RequestError:
             f"the body is not valid JSON: {text} (NaN and Infinity are not JSON)", param=None, code="invalid_json"
         )
     found = _PATH.search(text)
-    path = found.group(2) if found else ""
+    missing = _MISSING.search(text)
+    path = ".".join(match.group(match.lastindex or 0) for match in (found, missing) if match)
     where = f"{path}: " if path else ""
     return RequestError(where + _PATH.sub("", text).strip(), param=path or None, code="invalid_type")

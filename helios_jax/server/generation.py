@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 import msgspec
@@ -40,7 +40,7 @@ Source = Callable[[], AsyncIterator[RequestOutput]]
 
 async def engine_outputs(
     context: ServerContext, job: Job, answer_id: str, arrival_ns: int
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(prompt index, output) of all prompts, as they come; closing it cancels what still runs."""
     engine = context.engine
 
@@ -58,7 +58,7 @@ async def engine_outputs(
             yield pair
 
 
-async def merged(sources: list[Source]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def merged(sources: list[Source]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Interleave streams through a bounded queue; the first error ends all of them."""
     queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(MERGE_DEPTH)
 

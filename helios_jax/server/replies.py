@@ -74,7 +74,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -82,7 +82,7 @@ class ChatChunk(msgspec.Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
 
 
@@ -104,7 +104,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
@@ -115,7 +115,7 @@ class Completion(msgspec.Struct):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"
 
 

@@ -25,13 +25,13 @@ from starlette.applications import Starlette
 from helios_jax.errors import ConfigError, UnavailableError
 from helios_jax.server.app import create_app
 from helios_jax.server.context import Phase, ServerContext, ServerLimits
-from helios_jax.server.interface import EngineLike
 
 log = logging.getLogger("helios_jax.server")
 
 Report = Callable[[str], None]
 EngineFactory = Callable[[Report], Any]
 BACKLOG = 2048
+MAX_PORT = 65535
 # After a drain nothing is running, so only idle keep-alive connections are left to close.
 CONNECTION_CLOSE_S = 5
 
@@ -42,18 +42,20 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: The address is in use or is not ours.
     """
+    if not 0 <= port <= MAX_PORT:  # getaddrinfo would take it modulo 65536
+        raise ConfigError(f"cannot listen on {host}:{port}: --port must be in [0, {MAX_PORT}]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.set_inheritable(False)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from None
     return sock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from helios_jax.engine.outputs import Logprob, RequestOutput
 from helios_jax.engine.params import SamplingParams
 from helios_jax.server.replies import MIN_LOGPROB
-from helios_jax.testing import scripted
+from helios_jax.testing import ByteTokenizer, scripted
 from tests.api.server_kit import (
     ScriptedEngine,
     async_test,
@@ -139,6 +140,31 @@ async def test_content_parts_and_developer_role() -> None:
         without = (await client.post("/tokenize", json={"messages": plain, "add_generation_prompt": False})).json()
     assert first == second
     assert first["count"] == len(first["tokens"]) == without["count"] + len("assistant\n") + 1
+
+
+@async_test
+async def test_template_arguments_may_have_any_name() -> None:
+    template = "{{ size }}{{ call }}{{ messages[0]['content'] }}"
+    async with fake_client() as client:
+        client.llm.tokenizer.chat_template = template  # type: ignore[attr-defined]
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"size": "a", "call": "b"}}
+        assert (await client.post("/tokenize", json=body)).json()["tokens"] == list(b"abx")
+
+
+@async_test
+async def test_long_inputs_are_encoded_off_the_event_loop() -> None:
+    threads = set()
+
+    class Watched(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            threads.add((len(text) > 20_000, threading.current_thread() is threading.main_thread()))
+            return super().encode(text, add_special_tokens)
+
+    async with fake_client(tokenizer=Watched()) as client:
+        for size in (10, 30_000):
+            await client.post("/tokenize", json={"prompt": "x" * size})
+            await client.post(CHAT, json=chat_body("x" * size, max_tokens=1))
+    assert threads == {(False, True), (True, False)}
 
 
 @async_test

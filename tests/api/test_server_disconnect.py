@@ -42,7 +42,7 @@ class Rig:
         """A connection that has sent a whole completion request."""
         host, port = self.server.url.removeprefix("http://").split(":")
         content = json.dumps({"prompt": "abc", "max_tokens": 200, "ignore_eos": True, **body}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}"
         connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         connection.sendall(head.encode() + b"\r\n\r\n" + content)
         return connection

@@ -135,8 +135,19 @@ async def test_a_wrong_field_is_named(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", 1e-9), ("top_k", 2**31 - 1), ("top_k", -1), ("response_format", {"type": "text"}), ("tools", [])]
-    + [("user", "me"), ("surprise", {"a": [1]}), ("best_of", 1), ("stop", []), ("seed", -5), ("stream", None)],
+    [
+        ("temperature", 1e-9),
+        ("top_k", 2**31 - 1),
+        ("top_k", -1),
+        ("response_format", {"type": "text"}),
+        ("tools", []),
+        ("user", "me"),
+        ("surprise", {"a": [1]}),
+        ("best_of", 1),
+        ("stop", []),
+        ("seed", -5),
+        ("stream", None),
+    ],
 )
 @async_test
 async def test_odd_values_with_a_defined_meaning(name: str, value: Any) -> None:
@@ -176,6 +187,7 @@ async def test_wrong_messages(messages: Any) -> None:
         ({"logprobs": 3}, "logprobs"),
         ({"echo": True}, "echo"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "messages"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"max_completion_tokens": -1}, "max_tokens"),
     ],
@@ -187,10 +199,23 @@ async def test_wrong_chat_fields(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b'{"prompt": "a", "temperature": NaN}', b"\xff\xfe"]
-    + [b'{"prompt": "a", "temperature": Infinity}', b'{"prompt": "a", "seed": 1e400}', b"[" * 100_000]
-    + [b'{"prompt": "a", "x": ' + b"[" * 100_000, b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}"],
-)  # fmt: skip
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "seed": 1e400}',
+        b'{"prompt": "a", "x": ' + b"[" * 100_000,
+        b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}",
+        b'{"prompt": "\\ud800"}',
+    ],
+)
 @async_test
 async def test_bodies_that_are_no_request(body: bytes) -> None:
     async with fake_client() as client:
@@ -254,7 +279,7 @@ async def test_full_queue_is_429_with_retry_after() -> None:
     gate.close()
     async with fake_client(gate=gate, max_slots=1, max_queue=1) as client:
         running = [asyncio.create_task(client.post(TEXT, json=text_body())) for _ in range(2)]
-        while client.llm.stats().running + client.llm.stats().waiting < 2:  # type: ignore[attr-defined]
+        while client.llm.stats().requests.active < 2:  # type: ignore[attr-defined]
             await asyncio.sleep(0.001)
         refused = await client.post(TEXT, json=text_body(stream=True))
         gate.open()

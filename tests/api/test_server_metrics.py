@@ -1,0 +1,121 @@
+"""Metrics over HTTP: counts that reconcile at every moment, histograms from HTTP arrival, the scheduler's names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from helios_jax.testing import Gate
+from tests.api.server_kit import async_test, chat_body, fake_client
+
+TEXT = "/v1/completions"
+
+
+async def scrape(client: httpx.AsyncClient) -> dict[str, float]:
+    """All samples; labels are part of the key."""
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return samples
+
+
+def outcomes(samples: dict[str, float]) -> dict[str, float]:
+    return {k.split("=")[1][:-1]: v for k, v in samples.items() if k.startswith("helios_requests_total{")}
+
+
+@async_test
+async def test_counts_reconcile_at_every_scrape() -> None:
+    """arrived = finished + cancelled + failed + refused + in flight, while requests come, end and are cancelled."""
+    rng = random.Random(7)
+    async with fake_client(max_slots=2, max_queue=6) as client:
+        tasks: list[asyncio.Task[httpx.Response]] = []
+        for number in range(60):
+            body = {"prompt": "abc", "max_tokens": rng.randint(0, 9), "stream": rng.random() < 0.5}
+            if rng.random() < 0.2:
+                body["temperature"] = -1
+            tasks.append(asyncio.create_task(client.post(TEXT, json=body)))
+            for _ in range(rng.randint(0, 5)):
+                await asyncio.sleep(0)
+            if rng.random() < 0.3:
+                rng.choice(tasks).cancel()
+            if number % 7 == 0:
+                samples = await scrape(client)
+                ended = sum(outcomes(samples).values())
+                assert samples["helios_requests_arrived_total"] == ended + samples["helios_requests_in_flight"]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while client.llm.stats().requests.active:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.001)
+        samples = await scrape(client)
+    counts = outcomes(samples)
+    assert samples["helios_requests_in_flight"] == 0
+    assert samples["helios_requests_arrived_total"] == sum(counts.values())
+    assert counts["finished"] > 0
+    assert counts["refused"] > 0
+    assert samples["helios_pages_used"] == samples["helios_engine_sequences_running"] == 0
+    assert samples["helios_engine_queue"] == samples["helios_compiles_after_ready"] == 0
+    engine = {k: v for k, v in samples.items() if k.startswith("helios_engine_requests_total{")}
+    arrived = engine.pop("helios_engine_requests_total{outcome=arrived}")
+    assert arrived == sum(engine.values())
+
+
+@async_test
+async def test_time_to_first_token_counts_from_http_arrival() -> None:
+    """Queueing is part of it: a request held back for 0.2 s cannot show less."""
+    gate = Gate()
+    gate.close()
+    async with fake_client(gate=gate, max_slots=1) as client:
+        tasks = [
+            asyncio.create_task(client.post(TEXT, json={"prompt": "abc", "max_tokens": 4, "stream": stream}))
+            for stream in (True, False)
+        ]
+        await asyncio.sleep(0.2)
+        gate.open()
+        await asyncio.gather(*tasks)
+        samples = await scrape(client)
+    assert samples["helios_time_to_first_token_seconds_count"] == 2
+    assert samples["helios_time_to_first_token_seconds_sum"] >= 0.4
+    assert samples["helios_request_seconds_count"] == 2
+    assert samples["helios_queue_seconds_count"] >= 1
+    assert samples["helios_time_per_output_token_seconds_count"] == 2
+    assert 1 <= samples["helios_inter_token_seconds_count"] <= 3
+    assert samples["helios_generation_tokens_total"] == 8
+    assert samples["helios_prompt_tokens_total"] == 6
+    assert samples["helios_choices_total{finish_reason=length}"] == 2
+
+
+@async_test
+async def test_scheduler_counters_have_the_names_of_the_specification() -> None:
+    async with fake_client() as client:
+        await client.post(TEXT, json={"prompt": "abc", "max_tokens": 4})
+        samples = await scrape(client)
+    executions = [v for k, v in samples.items() if k.startswith("flare_scheduler_executions_total{reason=")]
+    nanoseconds = [v for k, v in samples.items() if k.startswith("flare_scheduler_execution_nanoseconds_total{reason=")]
+    assert sum(executions) == samples["helios_frames_total"] > 0
+    assert sum(nanoseconds) > 0
+
+
+@async_test
+async def test_one_access_line_a_request(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="helios_jax.access"):
+        async with fake_client() as client:
+            headers = {"x-request-id": "req-7"}
+            await client.post("/v1/chat/completions", json=chat_body(max_tokens=3), headers=headers)
+            await client.post(TEXT, json={"prompt": ""})
+            await client.get("/health")
+    chat, refused, health = [r.getMessage() for r in caplog.records if r.name == "helios_jax.access"]
+    for part in ("POST /v1/chat/completions", "status=200", "id=req-7", "outcome=finished", "completion_tokens=3"):
+        assert part in chat
+    assert "ttft_ms=" in chat
+    assert "finish=length" in chat
+    assert "status=400" in refused
+    assert "outcome=refused" in refused
+    assert health.startswith("GET /health status=200")
