@@ -23,10 +23,11 @@ from helios_jax.config import (
     EngineConfig,
     api_key,
 )
-from helios_jax.errors import HeliosError
+from helios_jax.errors import ConfigError, HeliosError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+MAX_PORT = 65535
 DTYPES = ("float32", "bfloat16", "float16")
 POLICIES = ("balanced", "throughput")
 MODEL_HELP = f"name, directory, .gguf file, hub id, or directory of a prepared core (default: {DEFAULT_MODEL})"
@@ -191,13 +192,13 @@ def _serve(options: argparse.Namespace) -> None:
     from helios_jax.server.run import run_server
 
     console = Console(stderr=True)
-    plain = logging.StreamHandler()
-    plain.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handler = RichHandler(console=console, show_path=False) if console.is_terminal else plain
-    logging.basicConfig(
-        level=logging.WARNING, handlers=[handler], format="%(message)s" if handler is not plain else None
-    )
+    rich = console.is_terminal  # one console for bars and log lines, so that they do not overwrite each other
+    handler: logging.Handler = RichHandler(console=console, show_path=False) if rich else logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s" if rich else "%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("helios_jax").setLevel(logging.INFO)
+    if not 0 <= options.port <= MAX_PORT:  # getaddrinfo would take it modulo 65536
+        raise ConfigError(f"--port must be in [0, {MAX_PORT}], got {options.port}")
     config = engine_config(options)
     target = Target(model=options.model, options=core_options(options))
 

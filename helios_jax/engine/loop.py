@@ -234,8 +234,8 @@ class Engine:
         events = self.scheduler.complete(frame.fence, records, timing)
         self.events.note(self.scheduler.state.now_ns, "complete", (frame.fence, events))
         effects = self._publisher.apply(frame.plan, events, fields, self._running, self.scheduler.state.now_ns)
-        for handle in effects.published:
-            self.scheduler.published_output(handle, frame.fence)
+        if effects.published:
+            self.scheduler.published_outputs(effects.published, frame.fence)
         for sequence in effects.stopped:
             assert sequence.handle is not None
             self.scheduler.finish(sequence.handle, FinishReason.STOP)

@@ -58,7 +58,8 @@ def test_version_and_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--max-slots", "65"], "max_slots must be an integer in [1, 64], got 65"),
         (["serve", "--max-queue", "-1"], "max_queue must be an integer in"),
         (["serve", "--ready-timeout", "nan"], "ready_timeout_s must be a positive number"),
-        (["serve", "--port", "99999999"], "cannot listen on"),
+        (["serve", "--port", "99999999"], "--port must be in [0, 65535], got 99999999"),
+        (["serve", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
     ],
 )
 def test_user_errors_are_one_line_and_code_2(
