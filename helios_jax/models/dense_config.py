@@ -62,14 +62,14 @@ def rope_from_hf(config: Fields) -> RopeConfig:
         raise CheckpointError(f"{config.where}: partial_rotary_factor {part} is not supported here")
     scaling = rope.text("rope_type", rope.text("type", "default"))
     if scaling == "llama3":
-        original = rope.integer("original_max_position_embeddings", config.integer("max_position_embeddings"))
+        original = rope.integer("original_max_position_embeddings", None)
         return RopeConfig(
             scaling=scaling,
             theta=theta,
             factor=rope.number("factor"),
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
-            original_context=original,
+            original_context=config.integer("max_position_embeddings") if original is None else original,
         )
     factor = rope.number("factor") if scaling == "linear" else 1.0
     return RopeConfig(scaling=scaling, theta=theta, factor=factor)

@@ -128,6 +128,8 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFFile:
             metadata[key] = _value(cursor, kind)
     records = [_record(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"{path}: general.alignment is {alignment!r}; it must be a positive integer")
     start = -(-cursor.at // alignment) * alignment
     tensors = {}
     for name, shape, kind_id, offset in records:

@@ -55,11 +55,13 @@ class ModelSource:
         row_order: Parameter name -> where its stored rows belong, or None.
         eos_token_ids: Any of these ends an answer.
         bos_token_id: Token before a prompt, or None.
+        file_facts: Name, size and time of every weight file, as they were when the headers were read.
     """
 
     name: str
     model: Model
     tensors: Tensors
+    file_facts: tuple[tuple[str, int, int], ...]
     row_order: Callable[[str], np.ndarray | None]
     text: TextSource
     eos_token_ids: tuple[int, ...]
@@ -80,9 +82,7 @@ class ModelSource:
 
     def weights_digest(self) -> str:
         """Fingerprint of the weight files by name, size and time; reads no data."""
-        files = sorted({tensor.path for tensor in self.tensors.values()})
-        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.file_facts).encode()).hexdigest()
 
     def text_files(self) -> TextSource:
         """Where tokenizer, template and configuration lie."""
@@ -147,6 +147,7 @@ def _open_directory(directory: Path, name: str) -> ModelSource:
         name=name,
         model=model,
         tensors=chosen,
+        file_facts=_file_facts(chosen),
         row_order=lambda parameter: None,
         text=TextSource("hf", directory),
         eos_token_ids=tuple(dict.fromkeys(eos)),
@@ -164,15 +165,23 @@ def _open_gguf_file(path: Path, name: str) -> ModelSource:
         raise CheckpointError(f"{path}: family {family.name} is not read from GGUF files; use its safetensors")
     model = family.from_gguf(Fields(file.metadata, str(path), f"{architecture}."), file.tensors)
     text = Fields(file.metadata, str(path), "tokenizer.ggml.")
+    chosen = _check_tensors(model, file.tensors, family.gguf_name, str(path))
     return ModelSource(
         name=name,
         model=model,
-        tensors=_check_tensors(model, file.tensors, family.gguf_name, str(path)),
+        tensors=chosen,
+        file_facts=_file_facts(chosen),
         row_order=functools.partial(family.gguf_row_order, model),
         text=TextSource("gguf", path),
         eos_token_ids=tuple(dict.fromkeys(i for key in GGUF_EOS_KEYS if (i := text.integer(key, None)) is not None)),
         bos_token_id=text.integer("bos_token_id", None),
     )
+
+
+def _file_facts(tensors: Tensors) -> tuple[tuple[str, int, int], ...]:
+    """(name, bytes, modification time in ns) of the files that hold the tensors."""
+    stats = [(path.name, path.stat()) for path in sorted({tensor.path for tensor in tensors.values()})]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _check_tensors(
