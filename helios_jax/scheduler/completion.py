@@ -181,8 +181,8 @@ def _append_token(
 
 
 def _members(requests: Requests, frame: Frame) -> np.ndarray:
-    """bool [slots]: participants of the interval that still hold their slots."""
-    return (frame.participants > 0) & (frame.participants == requests.generation)
+    """bool [slots]: participants of the interval that still run; one that was freed meanwhile has no history."""
+    return (frame.participants == requests.generation) & requests.runnable
 
 
 def _charge(state: State, requests: Requests, frame: Frame, duration_ms: float, served: np.ndarray) -> None:

@@ -135,6 +135,7 @@ class Simulation:
         self._publish(events)
 
     def _publish(self, events: tuple[Event, ...]) -> None:
+        visible: list[RequestHandle] = []
         for event in events:
             served = self.requests[self._numbers[event.handle]]
             if isinstance(event, RequestFinished):
@@ -147,8 +148,9 @@ class Simulation:
             else:
                 served.largest_gap_ns = max(served.largest_gap_ns, self.clock.now_ns - served.last_ns)
             served.last_ns = self.clock.now_ns
-            self.scheduler.published_output(event.handle, self._fence)
-            self._checked()
+            visible.append(event.handle)
+        self.scheduler.published_outputs(visible, self._fence)
+        self._checked()
 
     def _checked(self) -> None:
         """Tell the device of freed slots, and recount the invariants."""
