@@ -8,14 +8,17 @@ and it is read only after the file's digest was compared with the manifest's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from helios_jax.aot.abi import Dims, control_layout
 from helios_jax.aot.counters import compile_counter
@@ -145,6 +148,30 @@ class Compiler:
         with compile_counter().expected():
             make = jax.jit(lambda: self.factory.new_state(self.model, self.dims, self.dtype))
             return make.lower().compile()
+
+
+_CACHE_LOCK = threading.Lock()  # jax's cache setting is the process's, so one user at a time
+
+
+@contextlib.contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """Compiles inside the block do not read jax's persistent compilation cache.
+
+    An executable that jax took from its cache serialises without error on CPU (0.10.2), but
+    what loads from that has lost its kernels ("Function ... not found") and fails when it
+    first runs. Cores are the cache here, so nothing is lost.
+    """
+    if jax.config.jax_compilation_cache_dir is None or not jax.config.jax_enable_compilation_cache:
+        yield
+        return
+    with _CACHE_LOCK:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # jax decides once whether the cache is used
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", True)
+            compilation_cache.reset_cache()
 
 
 def serialize(executable: Executable) -> bytes:

@@ -15,10 +15,10 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from helios_jax.aot.compile import Compiler, Executable, ProgramMemory, serialize
+from helios_jax.aot.compile import Compiler, Executable, ProgramMemory, serialize, without_jax_cache
 from helios_jax.aot.manifest import PROGRAMS_DIR, FailedEntry, Manifest, ProgramEntry, write_manifest
 from helios_jax.aot.memory import tree_bytes
 from helios_jax.aot.progress import COMPILE, LOAD, NOTE, Progress
@@ -92,11 +92,15 @@ class ProgramStore:
         todo = sorted((s for s in shapes if s not in self._reports), key=lambda s: -s.token_capacity)
         for shape in todo:
             reasons.setdefault(shape, self.reject or "not in the core yet")
+        with without_jax_cache():
+            self._compile_all(todo, reasons)
+        return ProgramSet(self._executables, self._reports, self.manifest)
+
+    def _compile_all(self, todo: Sequence[ProgramShape], reasons: Mapping[ProgramShape, str]) -> None:
         for done, (shape, problem) in enumerate(self._parallel(self._compile, todo), 1):
             self._after_compile(shape, problem, reasons[shape])
             seconds = self._reports[shape].compile_seconds
             self.progress(COMPILE, done, len(todo), f"{shape.name} {seconds:.1f} s")
-        return ProgramSet(self._executables, self._reports, self.manifest)
 
     def _parallel(
         self, work: Callable[[ProgramShape], None], shapes: Sequence[ProgramShape]

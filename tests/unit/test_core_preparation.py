@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from helios_jax.aot.core import core_directory, is_core, load_core, open_core, prepare
 from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest
@@ -245,3 +247,29 @@ def test_open_core_prepares_once_in_the_cache_and_then_loads(tmp_path: Path, mon
         open_core(root, small_options(max_slots=3))
     other = core_directory(source, small_options(max_slots=3).resolve(source.model), tmp_path / "cache")
     assert other != root
+
+
+def test_jaxs_own_cache_does_not_spoil_a_core(tmp_path: Path) -> None:
+    """An executable out of jax's persistent cache cannot be stored; so none is taken from there."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    old = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    try:
+        for core in ("first", "second"):
+            prepare(ToySource(tmp_path / "model"), small_options(), tmp_path / core, factory=FACTORY).close()
+            jax.clear_caches()
+        assert jax.config.jax_enable_compilation_cache
+        with load_core(tmp_path / "second", model=ToyModel(), factory=FACTORY) as core:
+            assert statuses(core) == {ProgramStatus.LOADED}
+            for shape in core.catalog:
+                frame(core, shape).wait()
+    finally:
+        for name, value in old.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
