@@ -41,7 +41,7 @@ from helios_jax.aot.runner import DeviceRunner
 from helios_jax.aot.source import Source, model_from_config
 from helios_jax.aot.store import LOCK_NAME, exclusive, is_writable, remove_leftovers
 from helios_jax.aot.text_files import copy_text_files
-from helios_jax.aot.verify import QUICK_TOKENS, smoke
+from helios_jax.aot.verify import QUICK_TOKENS, FailedProgram, smoke
 from helios_jax.aot.weights import check_files, convert, restore, save
 from helios_jax.errors import ConfigError, CoreError
 from helios_jax.models.interface import Model
@@ -301,8 +301,10 @@ def _open(job: _Job) -> PreparedCore:
     runner = DeviceRunner(calls, params, compiler.compile_new_state(), job.manifest.dims)
     try:
         smoke(runner, _to_check(job, programs), job.manifest.dims, job.progress)
-    except BaseException:
+    except BaseException as error:
         runner.close()
+        if isinstance(error, FailedProgram):
+            _discard(job, programs, error)
         raise
     job.on_disk = programs.manifest
     job.manifest = dataclasses.replace(programs.manifest, complete=True)
@@ -382,6 +384,20 @@ def _to_check(job: _Job, programs: ProgramSet) -> list[ProgramShape]:
         return shapes
     compiled = {s for s in shapes if programs.reports[s].status is ProgramStatus.COMPILED}
     return [s for s in shapes if s in compiled or s.token_capacity <= QUICK_TOKENS]
+
+
+def _discard(job: _Job, programs: ProgramSet, failed: FailedProgram) -> None:
+    """Forgets the stored copy of a program that failed, so that the next start compiles it.
+
+    Raises:
+        CoreError: The failure, with what to do; nothing, if the program was compiled just now.
+    """
+    if programs.reports[failed.shape].status is not ProgramStatus.LOADED or not job.writable:
+        return
+    kept = tuple(entry for entry in programs.manifest.programs if entry.shape != failed.shape)
+    job.manifest = dataclasses.replace(programs.manifest, programs=kept)
+    _checkpoint(job)
+    raise CoreError(f"{failed}; its stored copy is discarded, start again to compile it") from failed
 
 
 def _remove_stale(job: _Job) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from helios_jax.aot.abi import Dims, completion_layout, control_layout
 from helios_jax.aot.progress import VERIFY, Progress
 from helios_jax.aot.runner import DeviceRunner
-from helios_jax.errors import CoreError
+from helios_jax.errors import CoreError, DeviceError
 from helios_jax.scheduler.catalog import ProgramShape
 
 # On a CPU a wide prefill takes seconds even for inactive rows; a core whose every program was
@@ -30,20 +30,30 @@ def inactive_control(shape: ProgramShape, dims: Dims) -> tuple[np.ndarray, np.nd
     return ints, floats
 
 
+class FailedProgram(CoreError):
+    """A program did not pass its check; `shape` says which."""
+
+    def __init__(self, shape: ProgramShape, message: str) -> None:
+        super().__init__(message)
+        self.shape = shape
+
+
 def smoke(runner: DeviceRunner, shapes: Iterable[ProgramShape], dims: Dims, progress: Progress) -> None:
     """Runs every shape once and checks what comes back.
 
     Raises:
-        CoreError: A completion has the wrong size or echoes another slot.
-        DeviceError: An execution failed.
+        FailedProgram: An execution failed, or its completion has a wrong size or echoes other slots.
     """
     todo = list(shapes)
     for done, shape in enumerate(todo, 1):
         layout = completion_layout(shape, dims)
-        ints, floats, _ = runner.submit(shape, *inactive_control(shape, dims)).wait()
+        try:
+            ints, floats, _ = runner.submit(shape, *inactive_control(shape, dims)).wait()
+        except DeviceError as error:
+            raise FailedProgram(shape, str(error)) from error
         sizes = (ints.shape, floats.shape)
         if sizes != ((layout.int_size,), (layout.float_size,)):
-            raise CoreError(f"program {shape.name} returns vectors of {sizes}, not as its layout says")
+            raise FailedProgram(shape, f"program {shape.name} returns vectors of {sizes}, not as its layout says")
         if (layout.split(ints, floats)["slot"] != dims.slots).any():
-            raise CoreError(f"program {shape.name} does not echo the slots of its lanes")
+            raise FailedProgram(shape, f"program {shape.name} does not echo the slots of its lanes")
         progress(VERIFY, done, len(todo), shape.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -204,6 +205,25 @@ def test_garbage_with_the_right_digest_is_compiled_again(root: Path) -> None:
     edit(root, bless)
     with load(root) as core:
         assert "cannot be loaded" in reasons(core)["decode-b1-t1"]
+        assert works(core)
+
+
+def test_a_stored_program_that_fails_its_check_is_discarded(root: Path, monkeypatch: Any) -> None:
+    original = Compiler.load
+
+    def broken(self: Compiler, shape: Any, payload: bytes) -> Any:
+        def call(*arguments: Any) -> Any:
+            raise RuntimeError("NOT_FOUND: Function fusion not found")
+
+        loaded = original(self, shape, payload)
+        return dataclasses.replace(loaded, call=call) if shape.name == "decode-b1-t1" else loaded
+
+    monkeypatch.setattr(Compiler, "load", broken)
+    with pytest.raises(CoreError, match=r"decode-b1-t1 failed: NOT_FOUND.*start again") as error:
+        load(root)
+    assert one_line(error)
+    with load(root) as core:
+        assert reasons(core) == {"decode-b1-t1": "not in the core yet"}
         assert works(core)
 
 
