@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 def linear(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """x [T, in] @ weight [out, in] transposed -> [T, out].
 
-    float32 asks for full precision (accelerators would round the factors otherwise). A
-    one-row product of narrower types runs about ten times slower than a two-row one on CPU
-    (a matrix-vector path without vector instructions), so a single row is padded to two.
+    Everything accumulates in float32. float32 factors ask for full precision (accelerators would
+    round them otherwise). Two measured facts of bfloat16 on CPU (docs/LOG.md): a product that
+    asks for a float32 result is 5 to 40 times faster than one that asks for bfloat16, and one
+    row is as slow as that again, so a single row is padded to two.
 
     Args:
-        out_dtype: Type of the result and the accumulation; None = x's type.
+        out_dtype: Type of the result; None = x's type.
     """
     rows = x.shape[0]
     narrow = x.dtype != jnp.float32
@@ -40,9 +41,9 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike | No
         weight,
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.DEFAULT if narrow else lax.Precision.HIGHEST,
-        preferred_element_type=out_dtype,
+        preferred_element_type=jnp.float32,
     )
-    return out[:rows]
+    return out[:rows].astype(out_dtype or x.dtype)
 
 
 class Linear(nnx.Module):
