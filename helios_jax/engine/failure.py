@@ -18,11 +18,11 @@ class EventLog:
     """The last `MAX_EVENTS` things that the engine thread did."""
 
     def __init__(self) -> None:
-        self._events: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=MAX_EVENTS)
+        self._events: collections.deque[tuple[int, str, object]] = collections.deque(maxlen=MAX_EVENTS)
 
     def note(self, now_ns: int, what: str, detail: object) -> None:
-        """Remember one event; the detail is formatted only if it is ever dumped."""
-        self._events.append((now_ns, what, str(detail)))
+        """Remember one event; the detail (a value, never changed) is formatted only if it is ever dumped."""
+        self._events.append((now_ns, what, detail))
 
     def lines(self) -> list[str]:
         return [f"{now_ns} {what} {detail}" for now_ns, what, detail in self._events]

@@ -112,7 +112,7 @@ class Intake:
         )
 
     def _token_ids(self, prompt: SequenceOf[int]) -> list[int]:
-        ids = list(prompt)
+        ids = list(prompt) if isinstance(prompt, (SequenceOf, np.ndarray)) else [prompt]
         for token in ids:
             if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
                 raise RequestError(

@@ -12,13 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from helios_jax.config import DEFAULT_MODEL, EngineConfig
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.params import OutputKind, SamplingParams
 from helios_jax.engine.request import Request
 from helios_jax.engine.setup import Assembly, Target, assemble
 from helios_jax.engine.stats import EngineStats
-from helios_jax.errors import RequestError
+from helios_jax.errors import CapacityError, RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -225,8 +227,13 @@ class LLM:
         waiting, open_sequences = list(reversed(requests)), 0
         try:
             while len(done) < len(requests):
-                while waiting and (not open_sequences or open_sequences + waiting[-1].params.n <= board.capacity):
-                    board.submit(waiting[-1])
+                while waiting:
+                    try:
+                        board.submit(waiting[-1])
+                    except CapacityError:
+                        if not open_sequences:
+                            raise  # other threads fill the queue: there is nothing of ours to wait for
+                        break
                     open_sequences += waiting.pop().params.n
                 request, item = sink.items.get()
                 open_sequences -= request.params.n
@@ -245,8 +252,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one prompt or several: a list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, (Sequence, np.ndarray)):
+        raise RequestError(f"prompts are text, token ids, mappings, or a list of them, got {prompts!r}", param="prompt")
     several = list(prompts)
-    if several and isinstance(several[0], int):
+    if several and isinstance(several[0], (int, np.integer)):
         return [several]  # type: ignore[list-item]
     return several  # type: ignore[return-value]
 

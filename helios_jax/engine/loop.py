@@ -295,7 +295,7 @@ class Engine:
         """
         self._device_errors += 1
         self.board.totals.device_errors += 1
-        self.events.note(self.scheduler.state.now_ns, "device error", error)
+        self.events.note(self.scheduler.state.now_ns, "device error", str(error))
         lost = {s.request: None for s in self._running.values() if s.on_device}
         records = [
             CompletionRecord(lane.handle, lane.length, (), lane.start + lane.length, valid=False) for lane in plan.lanes

@@ -11,6 +11,7 @@ import pytest
 
 from helios_jax import LLM, AsyncLLM, OutputKind, SamplingParams
 
+pytestmark = pytest.mark.slow  # the core takes a minute or more to prepare
 PROMPT = "Once upon a time, in a small village by the sea,"
 # transformers, float32, greedy, no template: issue 2
 GREEDY_IDS = [665, 436, 253, 9357, 1573, 267, 19341, 3365, 17644, 793]
