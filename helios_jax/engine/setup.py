@@ -57,12 +57,11 @@ class Target:
         """
         from helios_jax.aot.core import prepare
         from helios_jax.aot.progress import silent
-        from helios_jax.models.source import open_source
 
         assert self.model is not None
         assert self.core is not None
         show: Any = progress or silent
-        return prepare(open_source(str(self.model)), self._core_options(), self.core, show)
+        return prepare(self.model, self._core_options(), self.core, show)
 
     def _core_options(self) -> Any:
         from helios_jax.aot.options import CoreOptions
