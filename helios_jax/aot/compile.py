@@ -161,7 +161,8 @@ def without_jax_cache() -> Iterator[None]:
     what loads from that has lost its kernels ("Function ... not found") and fails when it
     first runs. Cores are the cache here, so nothing is lost.
     """
-    if jax.config.jax_compilation_cache_dir is None or not jax.config.jax_enable_compilation_cache:
+    settings: Any = jax.config  # its attributes are made at run time
+    if settings.jax_compilation_cache_dir is None or not settings.jax_enable_compilation_cache:
         yield
         return
     with _CACHE_LOCK:

@@ -17,21 +17,13 @@ import contextlib
 import dataclasses
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
-from helios_jax.aot.abi import Dims
 from helios_jax.aot.compile import Compiler, ProgramFactory, default_factory
-from helios_jax.aot.fingerprint import current_fingerprint, differences, helios_version
-from helios_jax.aot.manifest import (
-    MANIFEST_NAME,
-    PROGRAMS_DIR,
-    TEXT_DIR,
-    Manifest,
-    SourceInfo,
-    read_manifest,
-    write_manifest,
-)
-from helios_jax.aot.memory import MemoryPlan, device_budget, plan_memory
+from helios_jax.aot.identity import expected_manifest, reopened_manifest, same_weights, stored_manifest, why_rejected
+from helios_jax.aot.manifest import MANIFEST_NAME, PROGRAMS_DIR, TEXT_DIR, Manifest, read_manifest, write_manifest
+from helios_jax.aot.memory import MemoryPlan
 from helios_jax.aot.options import CoreOptions
 from helios_jax.aot.prepared import CoreSourceInfo, PreparedCore
 from helios_jax.aot.programs_store import ProgramSet, ProgramStore
@@ -43,9 +35,10 @@ from helios_jax.aot.store import LOCK_NAME, exclusive, is_writable, remove_lefto
 from helios_jax.aot.text_files import copy_text_files
 from helios_jax.aot.verify import QUICK_TOKENS, FailedProgram, smoke
 from helios_jax.aot.weights import check_files, convert, restore, save
-from helios_jax.errors import ConfigError, CoreError
+from helios_jax.errors import CoreError
 from helios_jax.models.interface import Model
-from helios_jax.scheduler.catalog import Catalog, ProgramShape, serving_catalog
+from helios_jax.models.source import open_source
+from helios_jax.scheduler.catalog import Catalog, ProgramShape
 
 
 @dataclasses.dataclass
@@ -71,7 +64,7 @@ class _Job:
 
 
 def prepare(
-    source: Source,
+    source: Source | pathlib.Path | str,
     options: CoreOptions,
     out_dir: pathlib.Path | str,
     progress: Progress = silent,
@@ -80,31 +73,26 @@ def prepare(
 ) -> PreparedCore:
     """Makes the core of `source` in `out_dir`, keeping what is already there and still valid.
 
+    Args:
+        source: An opened model, or what `models.source.open_source` takes.
+
     Raises:
         ConfigError: An option is out of range for the model or the memory.
         CheckpointError: The model's weights or tokenizer cannot be read.
         CoreError: `out_dir` holds something else, or a required program does not compile.
     """
-    root, resolved = pathlib.Path(out_dir), options.resolve(source.model)
+    root = pathlib.Path(out_dir)
+    if isinstance(source, (str, pathlib.Path)):
+        source = open_source(source)
+    options.resolve(source.model)  # a wrong option must not leave an empty directory behind
     used_factory = factory or default_factory()
     notes, progress = _collecting(progress)
     writable = _claim(root)
     with _locked(root, writable, progress):
-        stored, reason = _stored_manifest(root)
-        fingerprint = current_fingerprint()
-        dims, plan = _plan(source.model, options, resolved, stored, source.config_digest(), used_factory)
-        manifest = Manifest(
-            helios_version=helios_version(),
-            fingerprint=fingerprint,
-            source=_source_info(source),
-            asked=options,
-            options=resolved,
-            dims=dims,
-            memory={name: value for name, value in dataclasses.asdict(plan).items() if name != "budget_bytes"},
-            catalog=_catalog(resolved).shapes,
-        )
+        stored, reject = stored_manifest(root)
+        manifest, plan = expected_manifest(source, options, stored, used_factory)
         if stored is not None:
-            reason = _why_rejected(stored, manifest)
+            reject = why_rejected(stored, manifest)
         return _open(
             _Job(
                 root=root,
@@ -115,7 +103,7 @@ def prepare(
                 manifest=manifest,
                 stored=stored,
                 on_disk=stored,
-                reject=reason,
+                reject=reject,
                 factory=used_factory,
                 progress=progress,
                 notes=notes,
@@ -146,11 +134,7 @@ def load_core(
         if not stored.weights:
             raise CoreError(f"{root} was not prepared to the end and holds no weights; prepare it again")
         model = model or model_from_config(stored.source.model_config)
-        pages = dataclasses.replace(stored.options, num_pages=stored.dims.num_pages - 1)
-        _, plan = plan_memory(model, pages, used_factory.abstract_state, _budget(pages))
-        manifest = dataclasses.replace(
-            stored, fingerprint=current_fingerprint(), helios_version=helios_version(), programs=(), failed=()
-        )
+        manifest, plan = reopened_manifest(stored, model, used_factory)
         return _open(
             _Job(
                 root=root,
@@ -161,7 +145,7 @@ def load_core(
                 manifest=manifest,
                 stored=stored,
                 on_disk=stored,
-                reject=_why_rejected(stored, manifest),
+                reject=why_rejected(stored, manifest),
                 factory=used_factory,
                 progress=progress,
                 notes=notes,
@@ -201,7 +185,8 @@ def _claim(root: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(root: pathlib.Path, writable: bool, progress: Progress):
+def _locked(root: pathlib.Path, writable: bool, progress: Progress) -> Iterator[None]:
+    """Holds the lock of a directory that can be written, after sweeping up what a killed holder left."""
     if not writable:
         progress(NOTE, 0, 0, f"{root} cannot be written: programs compiled now are not kept")
         yield
@@ -209,74 +194,6 @@ def _locked(root: pathlib.Path, writable: bool, progress: Progress):
     with exclusive(root, lambda: progress(NOTE, 0, 0, f"{root} is in use by another process; waiting")):
         remove_leftovers(root)
         yield
-
-
-def _stored_manifest(root: pathlib.Path) -> tuple[Manifest | None, str]:
-    """The manifest of an earlier prepare; or None and why there is nothing to keep."""
-    if not (root / MANIFEST_NAME).exists():
-        return None, ""
-    try:
-        return read_manifest(root), ""
-    except CoreError as error:
-        return None, str(error)
-
-
-def _source_info(source: Source) -> SourceInfo:
-    return SourceInfo(
-        name=source.name,
-        family=source.model.family,
-        config_digest=source.config_digest(),
-        weights_digest=source.weights_digest(),
-        num_params=source.num_params,
-        eos_token_ids=tuple(int(i) for i in source.eos_token_ids),
-        bos_token_id=source.bos_token_id,
-        text_kind=source.text_files().kind,
-        model_config=source.model_config(),
-    )
-
-
-def _catalog(options: CoreOptions) -> Catalog:
-    assert options.prefill_chunk is not None
-    return serving_catalog(max_slots=options.max_slots, prefill_chunk=options.prefill_chunk)
-
-
-def _budget(options: CoreOptions) -> int | None:
-    return device_budget(options.memory_utilization)
-
-
-def _plan(
-    model: Model,
-    asked: CoreOptions,
-    resolved: CoreOptions,
-    stored: Manifest | None,
-    config_digest: str,
-    factory: ProgramFactory,
-) -> tuple[Dims, MemoryPlan]:
-    """The memory plan; that of an earlier prepare with the same options while it still fits.
-
-    Free memory differs from start to start: without this, the number of pages, and with it
-    every program, would too.
-    """
-    budget = _budget(resolved)
-    if stored is not None and stored.asked == asked and stored.source.config_digest == config_digest:
-        pages = dataclasses.replace(resolved, num_pages=stored.dims.num_pages - 1)
-        with contextlib.suppress(ConfigError):
-            return plan_memory(model, pages, factory.abstract_state, budget)
-    return plan_memory(model, resolved, factory.abstract_state, budget)
-
-
-def _why_rejected(stored: Manifest, manifest: Manifest) -> str:
-    """Why the stored programs cannot serve `manifest`; "" when they can."""
-    lines = differences(stored.fingerprint, manifest.fingerprint)
-    if stored.source.config_digest != manifest.source.config_digest:
-        lines.append("the core is of another model")
-    if stored.options.dtype != manifest.options.dtype:
-        lines.append(f"dtype was {stored.options.dtype}, is {manifest.options.dtype}")
-    for field in dataclasses.fields(Dims):
-        old, new = getattr(stored.dims, field.name), getattr(manifest.dims, field.name)
-        if old != new:
-            lines.append(f"{field.name} was {old}, is {new}")
-    return "; ".join(lines)
 
 
 def _open(job: _Job) -> PreparedCore:
@@ -322,7 +239,7 @@ def _keep_stored(job: _Job) -> None:
         wanted = frozenset(job.manifest.catalog)
         kept["programs"] = tuple(entry for entry in job.stored.programs if entry.shape in wanted)
         kept["failed"] = tuple(failed for failed in job.stored.failed if failed.shape in wanted)
-    if job.source is None or _same_weights(job.stored, job.manifest):
+    if job.source is None or same_weights(job.stored, job.manifest):
         kept |= {"weights": job.stored.weights, "text": job.stored.text}
     job.manifest = dataclasses.replace(job.manifest, **kept)
 
@@ -348,16 +265,6 @@ def _weights(job: _Job) -> Any:
     files = save(job.root, params, job.plan.params_bytes, job.progress) if job.writable else ()
     job.manifest = dataclasses.replace(job.manifest, weights=files)
     return params
-
-
-def _same_weights(stored: Manifest, manifest: Manifest) -> bool:
-    """Whether converting again would give what is stored (same files, dtype and converter)."""
-    return (
-        stored.source.weights_digest == manifest.source.weights_digest
-        and stored.source.config_digest == manifest.source.config_digest
-        and stored.options.dtype == manifest.options.dtype
-        and stored.fingerprint.get("sources") == manifest.fingerprint.get("sources")
-    )
 
 
 def _text(job: _Job) -> pathlib.Path:
