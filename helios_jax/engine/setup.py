@@ -11,7 +11,7 @@ from typing import Any
 from helios_jax.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from helios_jax.engine.intake import Intake
 from helios_jax.engine.loop import Engine
-from helios_jax.errors import ConfigError
+from helios_jax.errors import ConfigError, CoreError
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.text.tokenizer import load_tokenizer
 
@@ -25,7 +25,7 @@ class Target:
     Attributes:
         model: Name, directory, GGUF file or hub id; or a core's directory.
         core: Directory of a prepared core. Where `model` is given too, the core is prepared
-            there if it does not exist yet.
+            there if it does not exist yet, and served as it is if it does.
         options: Keyword options of `aot.CoreOptions`; None means its default.
     """
 
@@ -43,10 +43,12 @@ class Target:
         from helios_jax.aot.progress import silent
 
         show: Any = progress or silent
-        if self.core is not None and self.model is not None and not is_core(self.core):
+        if self.core is not None and is_core(self.core):
+            return open_core(self.core, self._core_options(), progress=show)
+        if self.core is not None and self.model is not None:
             return self.prepare(progress)
         if self.core is not None:
-            return open_core(self.core, self._core_options(), progress=show)
+            raise CoreError(f"{self.core} holds no prepared core: prepare one, or name a model to make it from")
         return open_core(self.model or DEFAULT_MODEL, self._core_options(), cache_dir() / "cores", show)
 
     def prepare(self, progress: Progress | None = None) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 import helios_jax
 from helios_jax import LLM, EngineConfig, SamplingParams
-from helios_jax.errors import ConfigError, RequestError, UnavailableError
+from helios_jax.errors import ConfigError, CoreError, RequestError, UnavailableError
 from helios_jax.testing import ByteTokenizer, expected_tokens, fake_core, hashed_text
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -103,5 +103,7 @@ def test_public_names_and_unknown_options() -> None:
         helios_jax.nonsense  # noqa: B018
     with pytest.raises(ConfigError, match="unknown options max_slot"):
         LLM(max_slot=4)
+    with pytest.raises(CoreError, match="holds no prepared core"):
+        LLM(core="/nonexistent")
     with pytest.raises(ConfigError, match="unknown scheduler policy 'fastest'"):
         LLM.from_core(fake_core(), tokenizer=ByteTokenizer(), config=EngineConfig(policy="fastest"))
