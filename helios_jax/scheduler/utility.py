@@ -142,25 +142,36 @@ def packed_cohorts(
     """
     extents, extent = np.unique(tokens, return_inverse=True)  # U distinct token capacities
     order = np.argsort(-_packed_keys(rows, extents, max_new), axis=-1, kind="stable")  # [orders, U, n]
-    remaining, fresh = rows.remaining[order], rows.newly_ready[order]
+    remaining = rows.remaining[order]
     if max_new:
-        remaining = np.where(fresh & (np.cumsum(fresh, axis=-1) > max_new), 0, remaining)
+        order, remaining = _excess_last(rows, order, max_new)
     room = extents[:, None] - (np.cumsum(remaining, axis=-1) - remaining)
     taken = np.clip(room, 0, remaining)
     gains = taken * rows.token_value[order] + np.where(taken == remaining, rows.bonus[order], 0.0)
-    gains = np.where(taken > 0, gains, 0.0)
+    gains[taken <= 0] = 0.0
     # Fewer rows cut an order's tail and leave its head as it is: prefix sums give every row capacity.
-    rank = np.cumsum(remaining > 0, axis=-1)
-    within = rank[:, extent] <= capacities[:, None]  # [orders, C, n]
-    last = within.sum(axis=-1, keepdims=True) - 1
-    totals = np.take_along_axis(np.cumsum(gains, axis=-1)[:, extent], last, -1)[..., 0]
+    last = np.minimum(capacities, len(rows.remaining)) - 1
+    totals = np.cumsum(gains, axis=-1)[:, extent, last]  # [orders, C]
     if max_new:
-        num_new = np.cumsum(fresh & (taken > 0), axis=-1)[:, extent]
-        totals = np.where(np.take_along_axis(num_new, last, -1)[..., 0] > 0, totals, -np.inf)
+        num_new = np.cumsum(rows.newly_ready[order] & (taken > 0), axis=-1)[:, extent, last]
+        totals = np.where(num_new > 0, totals, -np.inf)
     best, programs = totals.argmax(axis=0), np.arange(len(tokens))
-    lengths = np.zeros((len(tokens), len(rows.remaining)), np.int64)
-    np.put_along_axis(lengths, order[best, extent], np.where(within[best, programs], taken[best, extent], 0), 1)
+    chosen = taken[best, extent]
+    chosen[np.arange(chosen.shape[1]) > last[:, None]] = 0
+    lengths = np.zeros_like(chosen)
+    np.put_along_axis(lengths, order[best, extent], chosen, 1)
     return lengths, totals[best, programs]
+
+
+def _excess_last(rows: PromptRows, order: np.ndarray, max_new: int) -> tuple[np.ndarray, np.ndarray]:
+    """Orders in which newly ready rows beyond the first `max_new` come last and have nothing to consume."""
+    fresh = rows.newly_ready[order]
+    excess = fresh & (np.cumsum(fresh, axis=-1) > max_new)
+    if not excess.any():
+        return order, rows.remaining[order]
+    back = np.argsort(excess, axis=-1, kind="stable")
+    order = np.take_along_axis(order, back, -1)
+    return order, np.where(np.take_along_axis(excess, back, -1), 0, rows.remaining[order])
 
 
 def _packed_keys(rows: PromptRows, tokens: np.ndarray, max_new: int) -> np.ndarray:

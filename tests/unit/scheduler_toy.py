@@ -26,7 +26,7 @@ from helios_jax.scheduler import (
     new_state,
     plan_next,
 )
-from helios_jax.scheduler.cost import observe
+from helios_jax.scheduler.cost import new_costs, observe
 
 MS = 1_000_000
 DECODE = ProgramKind.DECODE
@@ -58,8 +58,8 @@ def request(prompt_len: int = 5, max_tokens: int = 4, **rest: object) -> Request
 
 
 def measured(state: State, duration_ns: Callable[[ProgramShape], int]) -> State:
-    """The state with one observation of each program, made now; 0 leaves a program unmeasured."""
-    costs = state.costs
+    """The state with exactly one observation of each program, made now; 0 leaves a program unmeasured."""
+    costs = new_costs(len(state.catalog))
     for index, shape in enumerate(state.catalog):
         costs = observe(costs, index, duration_ns(shape), state.now_ns, state.policy.estimate_ttl_ns)
     return dataclasses.replace(state, costs=costs)

@@ -413,3 +413,20 @@ def test_unmeasured_frames_count_but_teach_nothing() -> None:
     assert not state.costs.estimate_ns.any()
     assert np.isnan(state.requests.token_r).all()
     assert (state.counters.unmeasured_frames, sum(state.counters.execution_ns)) == (1, 9 * MS)
+
+
+def test_a_bystander_cancelled_in_flight_leaves_a_blank_slot() -> None:
+    """It took part in the interval without a lane: its slot is free at once and the charge must miss it."""
+    state, _ = decoding_state(2)
+    state, (bystander,) = admitted(measured(state, lambda _: 2 * MS), request())
+    requests = state.requests.draft()
+    requests.visible_ns[:2] -= 10**10
+    state = dataclasses.replace(state, requests=requests.sealed(), now_ns=state.now_ns + 10**10)
+    plan = plan_next(state)
+    assert plan is not None
+    assert bystander not in {lane.handle for lane in plan.lanes}
+    state = cancel(commit(state, plan, state.last_fence + 1), bystander)
+    assert state.requests.phase[bystander.slot] == Phase.FREE
+    state, _ = complete(state, state.last_fence, records_of(plan), timing(9.0))
+    check_invariants(state)
+    assert np.isnan(state.requests.token_r[bystander.slot])
