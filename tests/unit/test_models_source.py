@@ -37,6 +37,14 @@ def test_parameters_are_the_files_tensors(family: str) -> None:
     assert source.num_params == sum(t.size for t in expected.values())
 
 
+@pytest.mark.parametrize("variant", ["bfloat16", "float16"])
+def test_stored_types_convert_by_rounding_once(variant: str) -> None:
+    source = open_source(tiny_checkpoint("qwen2", variant))
+    for name, leaf in leaves(source.load_params("float32")):
+        expected = tiny_tensors("qwen2")[name].astype(jnp.dtype(variant)).astype(np.float32)
+        np.testing.assert_array_equal(leaf, expected, err_msg=name)
+
+
 def test_end_and_start_tokens_come_from_both_configurations(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(tiny_checkpoint("llama3"), tmp_path / "m"))
     assert open_source(directory).eos_token_ids == (2, 5)
