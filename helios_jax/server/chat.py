@@ -126,8 +126,8 @@ async def parse_chat(body: bytes, context: ServerContext, answer_id: str) -> Job
     request = await decode_body(body, ChatRequest, context)
     model = context.check_model(request.model)
     refuse_unsupported(request)
-    for name in ("echo", "prompt_logprobs"):
-        if getattr(request, name):
+    for name, asked_for in (("echo", bool(request.echo)), ("prompt_logprobs", request.prompt_logprobs is not None)):
+        if asked_for:
             raise RequestError(f"{name} is supported by /v1/completions only", param=name, code="unsupported")
     top = request.top_logprobs or 0
     if top and not request.logprobs:

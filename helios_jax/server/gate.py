@@ -51,13 +51,15 @@ class Gate:
         scope[RECORD_KEY] = record
 
         async def noting_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            starts = message["type"] == "http.response.start"
+            if starts:
                 MutableHeaders(raw=message.setdefault("headers", [])).append("x-request-id", record.request_id)
+            await send(message)  # noted afterwards: a send that was cancelled has sent nothing
+            if starts:
                 record.status = message["status"]
                 record.response_started = True
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
                 record.response_complete = True
-            await send(message)
 
         if is_generation:
             self._context.entered()

@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -32,6 +34,8 @@ Report = Callable[[str], None]
 EngineFactory = Callable[[Report], Any]
 BACKLOG = 2048
 MAX_PORT = 65535
+SHOW_CURSOR = "\x1b[?25h"
+KEEP_ALIVE_S = 30  # longer than clients keep idle connections (5 s in httpx), so that they never meet a closing one
 # After a drain nothing is running, so only idle keep-alive connections are left to close.
 CONNECTION_CLOSE_S = 5
 
@@ -79,6 +83,7 @@ class HeliosServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,  # the gate writes our own
                 backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CONNECTION_CLOSE_S,
                 server_header=False,
                 ws="none",
@@ -88,6 +93,7 @@ class HeliosServer(uvicorn.Server):
         self.failure: BaseException | None = None
         self.listening = threading.Event()  # the port answers
         self.ready = threading.Event()  # the engine is attached
+        self.abandoned = False  # stopped while the engine was still being made
         self._sock = sock
         self._factory = factory
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,6 +149,7 @@ class HeliosServer(uvicorn.Server):
             await self.serve(sockets=[self._sock])
         finally:
             if preparing is not None:
+                self.abandoned = not preparing.done()
                 preparing.cancel()
                 await asyncio.gather(preparing, return_exceptions=True)
             await self._close_engine()
@@ -157,7 +164,7 @@ class HeliosServer(uvicorn.Server):
         try:
             engine = await in_daemon_thread(self._factory, self._report)
             if hasattr(engine, "__aenter__"):
-                engine = await engine.__aenter__()
+                engine = await engine.__aenter__()  # an engine that cannot start has freed what it took
             self.context.attach(engine)
             self.ready.set()
             log.info("ready: serving %s", ", ".join(self.context.model_names))
@@ -241,3 +248,19 @@ def run_server(
         server.run_until_stopped()
     finally:
         sock.close()
+    if server.abandoned:
+        leave_preparation()
+
+
+def leave_preparation() -> None:
+    """End the process although a thread still compiles, which nothing can interrupt.
+
+    An ordinary exit would unload libraries under that thread, and it would crash instead of ending.
+    """
+    log.info("stopped while preparing")
+    logging.shutdown()
+    if sys.stderr.isatty():
+        sys.stderr.write(SHOW_CURSOR)  # a progress display may have hidden it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -66,6 +66,6 @@ class EventStream:
 
     async def _write(self, body: bytes, more: bool = True) -> None:
         if not self._started:
-            self._started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+            self._started = True
         await self._send({"type": "http.response.body", "body": body, "more_body": more})

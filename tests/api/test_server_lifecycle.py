@@ -205,3 +205,21 @@ def test_signals_end_the_process_in_order(sent: signal.Signals) -> None:
         process.send_signal(sent)
         assert process.stdout.read() == "ended\n"
         assert process.wait(30) == 0
+
+
+STUCK = """
+import threading
+from helios_jax.server.run import run_server
+run_server(lambda report: threading.Event().wait(), port=0, announce=lambda url: print(url, flush=True))
+"""
+
+
+def test_a_signal_while_preparing_ends_the_process_at_once() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with httpx.Client(transport=httpx.HTTPTransport(retries=50), base_url=url) as client:
+            assert client.get("/ready").status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
