@@ -40,13 +40,12 @@ def main() -> None:
             cache = getattr(out, "cache", None) or out.past_key_values
             name = "cache" if getattr(out, "cache", None) is not None else "past_key_values"
             token = out.logits[:, -1].argmax(-1, keepdim=True)
-            steps = 0
             start = time.perf_counter()
-            for steps in range(1, args.new_tokens + 1):
+            for _ in range(args.new_tokens):
                 out = model(token, use_cache=True, **{name: cache})
                 cache = getattr(out, name)
                 token = out.logits[:, -1].argmax(-1, keepdim=True)
-            result["decode"][rows] = rows * steps / (time.perf_counter() - start)  # type: ignore[index]
+            result["decode"][rows] = rows * args.new_tokens / (time.perf_counter() - start)  # type: ignore[index]
         prompt = ids(1, args.prefill_len)
         model(prompt, use_cache=True, logits_to_keep=1)
         start = time.perf_counter()
