@@ -120,7 +120,7 @@ def dense_from_gguf(fields: Fields, tensors: Tensors, family: str, **differences
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": fields.integer("context_length"),
         "rope": rope_from_gguf(fields, tensors.get(ROPE_FACTORS)),
-        "windows": (fields.integer("attention.sliding_window", None),) * layers,
+        "windows": (None,) * layers,
         "qkv_bias": "blk.0.attn_q.bias" in tensors,
         "output_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,

@@ -34,6 +34,13 @@ class Scheduler:
     def __init__(self, catalog: Catalog, limits: Limits, policy: PolicyConfig | None = None) -> None:
         self._state = new_state(catalog, limits, policy)
 
+    @classmethod
+    def from_state(cls, state: State) -> Scheduler:
+        """A scheduler that continues from a state, for replay."""
+        self = cls.__new__(cls)
+        self._state = state
+        return self
+
     @property
     def state(self) -> State:
         """The current state, a value."""

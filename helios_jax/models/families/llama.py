@@ -24,8 +24,9 @@ def from_hf(config: Fields) -> DecoderModel:
 
 
 def from_gguf(fields: Fields, tensors: Tensors) -> DecoderModel:
-    """The model of a GGUF file."""
-    return DecoderModel(dense_from_gguf(fields, tensors, NAME))
+    """The model of a GGUF file. Other architectures write a window that their models do not use."""
+    windows = (fields.integer("attention.sliding_window", None),) * fields.integer("block_count")
+    return DecoderModel(dense_from_gguf(fields, tensors, NAME, windows=windows))
 
 
 register(
