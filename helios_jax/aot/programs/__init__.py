@@ -22,7 +22,8 @@ def build_program(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> 
     """The program of `shape`, ready to be traced with the state (argument 1) donated.
 
     Args:
-        dtype: Dtype of the weights, activations and cached keys and values.
+        dtype: Dtype of the weights and the cache. Programs take it from what they are traced with;
+            it is part of the signature because a core compiles one program a shape and dtype.
 
     Raises:
         ValueError: No program of this kind is built yet by this version.
@@ -31,8 +32,8 @@ def build_program(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> 
         case ProgramKind.INITIALIZE:
             return build_initialize(shape, dims)
         case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
-            return build_prefill(shape, model, dims, dtype)
+            return build_prefill(shape, model, dims)
         case ProgramKind.DECODE:
-            return build_decode(shape, model, dims, dtype)
+            return build_decode(shape, model, dims)
         case kind:
             raise ValueError(f"there is no program of kind {kind}; this version has initialize, prefill and decode")

@@ -20,28 +20,26 @@ from helios_jax.aot.programs.attention import decode_attend
 from helios_jax.aot.programs.logprobs import describe_if
 from helios_jax.aot.programs.packing import address_tokens, assemble
 from helios_jax.aot.programs.sampling import Rows, record, sample
-from helios_jax.aot.programs.tiling import decode_tiling, least_rows
+from helios_jax.aot.programs.tiling import decode_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.models.interface import Model
 from helios_jax.scheduler.catalog import ProgramShape
 
 
-def build_decode(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> Program:
+def build_decode(shape: ProgramShape, model: Model, dims: Dims) -> Program:
     """The decode program of `shape.batch_capacity` lanes."""
     control, completion = control_layout(shape, dims), completion_layout(shape, dims)
     lanes = shape.batch_capacity
-    padding = max(0, least_rows(dtype) - lanes)
-    tiling = decode_tiling(dims, lanes + padding)
+    tiling = decode_tiling(dims, lanes)
 
     def decode(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array) -> Result:
         fields = control.split(ints, floats)
-        slot = jnp.pad(fields["slot"], (0, padding), constant_values=dims.slots)
-        tables = jnp.pad(fields["page_table"], ((0, padding), (0, 0)))
+        slot, tables = fields["slot"], fields["page_table"]
         active = (slot >= 0) & (slot < dims.slots)
         row = jnp.where(active, slot, dims.slots)
         position = jnp.where(active, state.committed_len[row], 0)
         token = jnp.where(active, jnp.clip(state.pending_token[row], 0, dims.vocab_size - 1), 0)
-        lane = jnp.arange(lanes + padding)
+        lane = jnp.arange(lanes)
         address = address_tokens(tables, lane, position, active, dims.page_size, dims.num_pages)
         attend = decode_attend(tables, position, active, address, tiling)
         hidden, kv = model.forward(params, token, position, state.kv, attend)
@@ -54,7 +52,6 @@ def build_decode(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> P
         state = dataclasses.replace(state, kv=kv, committed_len=state.committed_len.at[row].set(committed))
         state = record(state, rows, sampled.token)
         values = {"slot": slot, "committed_len": committed} | sampled._asdict() | details._asdict()
-        values = {name: value[:lanes] for name, value in values.items()}
-        return state, assemble(completion, values | {"slot": fields["slot"]})
+        return state, assemble(completion, values)
 
     return decode

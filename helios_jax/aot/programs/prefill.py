@@ -27,13 +27,13 @@ from helios_jax.aot.programs.attention import prefill_attend
 from helios_jax.aot.programs.logprobs import Logprobs, describe_if, nothing, score
 from helios_jax.aot.programs.packing import Packed, address_tokens, assemble, pack
 from helios_jax.aot.programs.sampling import STATUS_OK, Rows, Sampled, record, sample
-from helios_jax.aot.programs.tiling import least_rows, prefill_tiling
+from helios_jax.aot.programs.tiling import prefill_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.models.interface import Model
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
 
 
-def build_prefill(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> Program:
+def build_prefill(shape: ProgramShape, model: Model, dims: Dims) -> Program:
     """The prefill, or scored prefill, of `batch_capacity` rows and `token_capacity` packed tokens."""
     control, completion = control_layout(shape, dims), completion_layout(shape, dims)
     tiling = prefill_tiling(dims, shape.batch_capacity, shape.token_capacity)
@@ -57,7 +57,7 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, dtype: str) -> 
         end = jnp.where(active, start + query_len, 0)
         rows = Rows(row, active & (fields["sample"] > 0), end)
         last = hidden[jnp.clip(packed.offset + query_len - 1, 0, shape.token_capacity - 1)]
-        sampled, details = _first_token(model, params, last, rows, state, fields["want_logprobs"][0], dtype)
+        sampled, details = _first_token(model, params, last, rows, state, fields["want_logprobs"][0])
         state = dataclasses.replace(state, committed_len=state.committed_len.at[row].set(end))
         state = record(state, rows, sampled.token)
         values = {"slot": slot, "committed_len": end} | sampled._asdict() | details._asdict()
@@ -87,14 +87,13 @@ def _count_prompt(
 
 
 def _first_token(
-    model: Model, params: Params, last: jax.Array, rows: Rows, state: DeviceState, wanted: jax.Array, dtype: str
+    model: Model, params: Params, last: jax.Array, rows: Rows, state: DeviceState, wanted: jax.Array
 ) -> tuple[Sampled, Logprobs]:
     """Samples from the `last` [B, D] hidden rows; skips the vocabulary when no row samples."""
     count = last.shape[0]
-    padding = max(0, least_rows(dtype) - count)
 
     def some() -> tuple[Sampled, Logprobs]:
-        logits = model.logits(params, jnp.pad(last, ((0, padding), (0, 0))))[:count]
+        logits = model.logits(params, last)
         sampled = sample(logits, rows, state)
         return sampled, describe_if(wanted > 0, logits, sampled.token)
 
