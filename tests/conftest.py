@@ -38,3 +38,15 @@ def smollm2_core_dir(cache_dir: Path) -> Path:
     except CoreError:
         prepare(open_source("smollm2"), options, out).close()
     return out
+
+
+@pytest.fixture(scope="session")
+def tiny_core_dir(cache_dir: Path) -> Path:
+    """A prepared core of a tiny Llama with transformers' goldens: 8 slots, context 128, chunk 64."""
+    from helios_jax.aot import CoreOptions, prepare
+    from tests.golden.tiny import tiny_checkpoint
+
+    out = cache_dir / "tiny-llama3-8x128"
+    options = CoreOptions(max_slots=8, max_context=128, prefill_chunk=64)
+    prepare(tiny_checkpoint("llama3"), options, out).close()
+    return out
