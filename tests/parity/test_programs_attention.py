@@ -151,18 +151,15 @@ def test_a_lane_with_nan_fails_alone() -> None:
 
 
 def test_bfloat16_pool_keeps_what_was_written() -> None:
-    """16-bit rows travel as uint16; chunked and whole prompts agree to bfloat16's precision."""
+    """16-bit rows travel as uint16: keys read back from the pool give what one pass gives."""
     prompt, host = prompt_of(40), Host(dtype="bfloat16")
-    expected = log_softmax(reference_logits(prompt)[-1])
-    for split in (1, 16, 25, 40):
+    whole = log_softmax(reference_logits(prompt)[-1])
+    for split in (1, 16, 25, 39):
         host.initialize(0, 40)
-        host.prefill([Chunk(0, prompt[:split], sample=split == 40)])
-        if split < 40:
-            host.prefill([Chunk(0, prompt[split:], split)])
-        host.initialize(0, 40)
-        out = host.prefill([Chunk(0, prompt, sample=True)], logprobs=True)
-        ids = out["top_ids"][0]
-        np.testing.assert_allclose(out["top_logprobs"][0], expected[ids], atol=0.6)
+        host.prefill([Chunk(0, prompt[:split], sample=False)])
+        out = host.prefill([Chunk(0, prompt[split:], split)], logprobs=True)
+        # two layers at 8 significant bits; a swapped key or value moves logits by whole units
+        np.testing.assert_allclose(out["top_logprobs"][0][:8], whole[out["top_ids"][0][:8]], atol=0.25)
     out = host.decode([0], logprobs=True)
     assert out["status"][0] == 0
     assert 0 <= out["token"][0] < VOCAB
