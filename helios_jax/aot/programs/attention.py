@@ -28,6 +28,7 @@ from helios_jax.aot.programs.types import Tiling
 from helios_jax.models.interface import Attend, AttentionSpec
 
 MASKED = -1e30  # finite, so that a row without keys gives zeros and no NaN
+LEAST_MAXIMUM = -1e29  # far above MASKED, far below any score
 LEAST_WEIGHT = 1e-30
 
 
@@ -72,6 +73,34 @@ def _read(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type(rows, dtype) if dtype.itemsize == 2 else rows
 
 
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q [R, T, K, G, H] . k [R, S, K, H] -> float32 [R, K, G, T, S].
+
+    A tile of queries is laid out as one matrix a kv head, with keys as [H, S]: XLA's CPU runs
+    that a third faster than the product it makes of the einsum. One query has too little work
+    to pay for the transposes (docs/LOG.md).
+    """
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    if q.shape[1] == 1:
+        return jnp.einsum("rtkgh,rskh->rkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
+    rows, num_queries, heads, groups, _ = q.shape
+    queries = q.transpose(0, 2, 3, 1, 4).reshape(rows, heads, groups * num_queries, -1)
+    scores = jnp.matmul(queries, k.transpose(0, 2, 3, 1), precision=precision, preferred_element_type=jnp.float32)
+    return scores.reshape(rows, heads, groups, num_queries, -1)
+
+
+def _weighted(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """weights [R, K, G, T, S] of v [R, S, K, H] -> float32 [R, K, G, T, H]; layouts as in `_scores`."""
+    precision = lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
+    weights = weights.astype(v.dtype)
+    rows, heads, groups, num_queries, num_keys = weights.shape
+    if num_queries == 1:
+        return jnp.einsum("rkgts,rskh->rkgth", weights, v, precision=precision, preferred_element_type=jnp.float32)
+    flat = weights.reshape(rows, heads, groups * num_queries, num_keys)
+    total = jnp.matmul(flat, v.transpose(0, 2, 1, 3), precision=precision, preferred_element_type=jnp.float32)
+    return total.reshape(rows, heads, groups, num_queries, -1)
+
+
 def _partial(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Softmax:
     """Softmax of queries [R, T, K, G, H] over one block of keys and values [R, S, K, H].
 
@@ -80,17 +109,12 @@ def _partial(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, mask
     """
     if jax.default_backend() == "cpu":  # XLA's CPU has no fast 16-bit product
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    scores = jnp.einsum("rtkgh,rskh->rkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
-    mask = mask[:, None, None]
-    scores = jnp.where(mask, scores * spec.scale, MASKED)
-    maximum = scores.max(axis=-1)
-    weights = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)
-    v = jnp.where(mask[:, 0, 0].any(axis=1)[..., None, None], v, jnp.zeros((), v.dtype))
-    total = jnp.einsum(
-        "rkgts,rskh->rkgth", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
-    )
-    return Softmax(maximum, weights.sum(axis=-1), total)
+    scores = jnp.where(mask[:, None, None], _scores(q, k) * spec.scale, MASKED)
+    # A query that sees no key of the block must weigh nothing: exp(MASKED - LEAST_MAXIMUM) is 0.
+    maximum = jnp.maximum(scores.max(axis=-1), LEAST_MAXIMUM)
+    weights = jnp.exp(scores - maximum[..., None])
+    v = jnp.where(mask.any(axis=1)[..., None, None], v, jnp.zeros((), v.dtype))
+    return Softmax(maximum, weights.sum(axis=-1), _weighted(weights, v))
 
 
 def _visible(spec: AttentionSpec, query: jax.Array, key: jax.Array) -> jax.Array:
