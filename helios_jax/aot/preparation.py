@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
+from helios_jax.aot.claim import claim, is_program_file
 from helios_jax.aot.compile import Compiler, ProgramFactory, default_factory
 from helios_jax.aot.identity import expected_manifest, reopened_manifest, same_weights, stored_manifest, why_rejected
-from helios_jax.aot.manifest import MANIFEST_NAME, PROGRAMS_DIR, TEXT_DIR, Manifest, read_manifest, write_manifest
+from helios_jax.aot.manifest import PROGRAMS_DIR, TEXT_DIR, Manifest, read_manifest, write_manifest
 from helios_jax.aot.memory import MemoryPlan
 from helios_jax.aot.options import CoreOptions
 from helios_jax.aot.prepared import CoreSourceInfo, PreparedCore
@@ -31,7 +31,7 @@ from helios_jax.aot.progress import NOTE, Progress, serialised, silent
 from helios_jax.aot.report import ProgramStatus
 from helios_jax.aot.runner import DeviceRunner
 from helios_jax.aot.source import Source, model_from_config
-from helios_jax.aot.store import LOCK_NAME, exclusive, is_writable, remove_leftovers
+from helios_jax.aot.store import exclusive, is_writable, remove_leftovers
 from helios_jax.aot.text_files import copy_text_files
 from helios_jax.aot.verify import QUICK_TOKENS, FailedProgram, smoke
 from helios_jax.aot.weights import check_files, convert, restore, save
@@ -87,7 +87,7 @@ def prepare(
     options.resolve(source.model)  # a wrong option must not leave an empty directory behind
     used_factory = factory or default_factory()
     notes, progress = _collecting(progress)
-    writable = _claim(root)
+    writable = claim(root)
     with _locked(root, writable, progress):
         stored, reject = stored_manifest(root)
         manifest, plan = expected_manifest(source, options, stored, used_factory)
@@ -163,25 +163,6 @@ def _collecting(progress: Progress) -> tuple[list[str], Progress]:
         progress(stage, done, total, detail)
 
     return notes, serialised(call)
-
-
-def _claim(root: pathlib.Path) -> bool:
-    """Makes the directory if need be; True if it can be written.
-
-    Raises:
-        CoreError: It is no directory, or holds something that is no core.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise CoreError(f"{root} is not a directory") from error
-    except OSError:
-        return False
-    names = {path.name for path in root.iterdir()} - {LOCK_NAME}
-    ours = {MANIFEST_NAME, PROGRAMS_DIR} & names or all(name.startswith(".") for name in names)
-    if names and not ours:
-        raise CoreError(f"{root} is not empty and holds no core: choose another directory, or empty it")
-    return is_writable(root)
 
 
 @contextlib.contextmanager
@@ -308,15 +289,16 @@ def _discard(job: _Job, programs: ProgramSet, failed: FailedProgram) -> None:
 
 
 def _remove_stale(job: _Job) -> None:
-    """Deletes program files that the manifest does not name (another catalogue's)."""
+    """Deletes program files that the manifest does not name (another catalogue's), and no other file."""
     if not job.writable:
         return
     kept = {entry.file for entry in job.manifest.programs}
     for path in (job.root / PROGRAMS_DIR).glob("*"):
-        if path.relative_to(job.root).as_posix() not in kept and path.is_file():
+        if path.relative_to(job.root).as_posix() not in kept and is_program_file(path):
             path.unlink(missing_ok=True)
     if not job.manifest.programs:
-        shutil.rmtree(job.root / PROGRAMS_DIR, ignore_errors=True)
+        with contextlib.suppress(OSError):  # absent, or somebody keeps something there
+            (job.root / PROGRAMS_DIR).rmdir()
 
 
 def _core(job: _Job, programs: ProgramSet, params: Any, runner: DeviceRunner, text_path: pathlib.Path) -> PreparedCore:

@@ -83,8 +83,11 @@ def is_writable(directory: pathlib.Path) -> bool:
 
 
 def remove_leftovers(directory: pathlib.Path) -> None:
-    """Deletes what a killed writer left half done; only the holder of the lock may call it."""
-    for path in list(directory.rglob(f"{TEMP_PREFIX}*")):
+    """Deletes what a killed writer left half done in `directory` or one level below.
+
+    Only the holder of the lock may call it.
+    """
+    for path in [*directory.glob(f"{TEMP_PREFIX}*"), *directory.glob(f"*/{TEMP_PREFIX}*")]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -131,6 +131,51 @@ def test_a_directory_that_is_not_a_core_is_left_alone(tmp_path: Path) -> None:
         load_core(tmp_path / "nowhere", model=ToyModel(), factory=FACTORY)
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"manifest.json": '{"name": "my web app"}'},
+        {"manifest.json": '{"name": "my web app"}', "programs/decode.py": "years of work"},
+        {"manifest.json": "{", "thesis.txt": "years of work"},
+        {"manifest.json": '{"format": 1}', "programs/decode-b1-t1.bin": "x", "thesis.txt": "years of work"},
+        {"programs/hello.c": "years of work"},
+        {"programs/decode-b1-t1.bin": "x", "programs/notes.txt": "years of work"},
+        {"text/thesis.txt": "years of work"},
+        {"weights/mine.safetensors": "days of training"},
+        {"programs": "a file"},
+        {".git/config": "[core]"},
+    ],
+)
+def test_somebody_elses_files_are_neither_taken_for_a_core_nor_deleted(tmp_path: Path, files: dict[str, str]) -> None:
+    root = tmp_path / "mine"
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    before = snapshot(root)
+    with pytest.raises(CoreError, match="not empty and holds no core"):
+        prepare(ToySource(tmp_path / "model"), small_options(), root, factory=FACTORY)
+    assert snapshot(root) == before
+
+
+def test_a_core_that_lost_its_manifest_is_prepared_again_where_it_is(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    (root / MANIFEST_NAME).unlink()
+    with prepare(ToySource(tmp_path / "model"), small_options(), root, factory=FACTORY) as core:
+        assert statuses(core) == {ProgramStatus.COMPILED}
+
+
+def test_only_files_named_as_programs_are_removed_from_a_core(tmp_path: Path) -> None:
+    root = make(tmp_path)
+    mine = [root / "programs" / "notes.txt", root / "readme.md"]
+    for path in mine:
+        path.write_text("years of work")
+    stale = root / "programs" / "prefill-b1-t4096.bin"
+    stale.write_bytes(b"of another catalogue")
+    prepare(ToySource(tmp_path / "model"), small_options(num_pages=5), root, factory=FACTORY).close()
+    assert all(path.exists() for path in mine)
+    assert not stale.exists()
+
+
 def read_only(monkeypatch: Any) -> None:
     """As if every directory were on a read-only mount (permission bits do not stop root)."""
     monkeypatch.setattr("helios_jax.aot.preparation.is_writable", lambda directory: False)
