@@ -12,9 +12,11 @@ import json
 import os
 import pathlib
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest
-from helios_jax.aot.options import CoreOptions, conflicts
+from helios_jax.aot.options import CoreOptions, conflicts, options_given
 from helios_jax.aot.preparation import load_core, prepare
 from helios_jax.aot.prepared import CoreSourceInfo, PreparedCore
 from helios_jax.aot.progress import Progress, silent
@@ -58,7 +60,7 @@ def core_directory(source: Source, options: CoreOptions, cache_dir: pathlib.Path
 
 def open_core(
     model_or_core: Source | pathlib.Path | str,
-    options: CoreOptions | None = None,
+    options: CoreOptions | Mapping[str, Any] | None = None,
     cache_dir: pathlib.Path | str | None = None,
     progress: Progress = silent,
 ) -> PreparedCore:
@@ -68,7 +70,8 @@ def open_core(
         model_or_core: A core's directory, an opened model source, or what
             `models.source.open_source` takes (a name, a directory, a GGUF, a hub id).
         options: None means the defaults. A core keeps its own; one that is set to something
-            else than the core holds is refused.
+            else than the core holds is refused. A mapping names exactly those that are set;
+            of `CoreOptions`, those that differ from the class defaults are.
         cache_dir: Where the cores of models are kept; None means `default_cache_dir()`.
 
     Raises:
@@ -78,12 +81,14 @@ def open_core(
         _refuse_conflicts(pathlib.Path(model_or_core), options)
         return load_core(model_or_core, progress)
     source: Source = open_source(model_or_core) if isinstance(model_or_core, (str, pathlib.Path)) else model_or_core
-    options = (options or CoreOptions()).resolve(source.model)
+    if not isinstance(options, CoreOptions):
+        options = CoreOptions(**options_given(options or {}))
+    options = options.resolve(source.model)
     root = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
     return prepare(source, options, core_directory(source, options, root), progress)
 
 
-def _refuse_conflicts(core: pathlib.Path, options: CoreOptions | None) -> None:
+def _refuse_conflicts(core: pathlib.Path, options: CoreOptions | Mapping[str, Any] | None) -> None:
     if options is None:
         return
     lines = conflicts(options, read_manifest(core).options)

@@ -7,6 +7,7 @@ and refuses what the model cannot do. Nothing here allocates or touches a device
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -92,14 +93,38 @@ class CoreOptions:
         return {name: int(value) if isinstance(value, np.integer) else value for name, value in plain.items()}
 
 
-def conflicts(asked: CoreOptions, held: CoreOptions) -> list[str]:
+def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were said at all: None means that nothing was.
+
+    Raises:
+        ConfigError: One is unknown or out of range.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    known = [field.name for field in dataclasses.fields(CoreOptions)]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"unknown options {', '.join(unknown)}; a core has {', '.join(known)}")
+    CoreOptions(**given)
+    return given
+
+
+def conflicts(asked: CoreOptions | Mapping[str, Any], held: CoreOptions) -> list[str]:
     """Options that the caller set to something else than a core holds, as readable lines.
 
-    A value that equals the class default counts as not set: a core keeps its own.
+    Args:
+        asked: A mapping holds exactly what was set, be it the default. `CoreOptions` do not
+            tell: there a value that equals the class default counts as not set.
+        held: The core's own.
+
+    Raises:
+        ConfigError: An option of a mapping is unknown or out of range.
     """
-    lines = []
-    for field in dataclasses.fields(CoreOptions):
-        want, have = getattr(asked, field.name), getattr(held, field.name)
-        if want != field.default and want != have:
-            lines.append(f"{field.name}: asked {want!r}, the core has {have!r}")
-    return lines
+    if isinstance(asked, CoreOptions):
+        defaults = CoreOptions()
+        given = {name: value for name, value in vars(asked).items() if value != getattr(defaults, name)}
+    else:
+        given = options_given(asked)
+    return [
+        f"{name}: asked {want!r}, the core has {have!r}"
+        for name, want in given.items()
+        if want != (have := getattr(held, name))
+    ]

@@ -11,7 +11,7 @@ from typing import Any
 from helios_jax.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from helios_jax.engine.intake import Intake
 from helios_jax.engine.loop import Engine
-from helios_jax.errors import ConfigError, CoreError
+from helios_jax.errors import CoreError
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.text.tokenizer import load_tokenizer
 
@@ -26,7 +26,7 @@ class Target:
         model: Name, directory, GGUF file or hub id; or a core's directory.
         core: Directory of a prepared core. Where `model` is given too, the core is prepared
             there if it does not exist yet, and served as it is if it does.
-        options: Keyword options of `aot.CoreOptions`; None means its default.
+        options: Keyword options of `aot.CoreOptions`; None means that nothing was said.
     """
 
     model: str | Path | None = None
@@ -44,12 +44,12 @@ class Target:
 
         show: Any = progress or silent
         if self.core is not None and is_core(self.core):
-            return open_core(self.core, self._core_options(), progress=show)
+            return open_core(self.core, self.options, progress=show)
         if self.core is not None and self.model is not None:
             return self.prepare(progress)
         if self.core is not None:
             raise CoreError(f"{self.core} holds no prepared core: prepare one, or name a model to make it from")
-        return open_core(self.model or DEFAULT_MODEL, self._core_options(), cache_dir() / "cores", show)
+        return open_core(self.model or DEFAULT_MODEL, self.options, cache_dir() / "cores", show)
 
     def prepare(self, progress: Progress | None = None) -> Any:
         """Make the core of `model` at `core`, keeping what is there and still valid.
@@ -57,22 +57,14 @@ class Target:
         Raises:
             ConfigError, CheckpointError, CoreError: As `aot.core` says.
         """
-        from helios_jax.aot.core import prepare
+        from helios_jax.aot.core import CoreOptions, prepare
+        from helios_jax.aot.options import options_given
         from helios_jax.aot.progress import silent
 
         assert self.model is not None
         assert self.core is not None
         show: Any = progress or silent
-        return prepare(self.model, self._core_options(), self.core, show)
-
-    def _core_options(self) -> Any:
-        from helios_jax.aot.options import CoreOptions
-
-        given = {name: value for name, value in self.options.items() if value is not None}
-        known = [field.name for field in dataclasses.fields(CoreOptions)]
-        if unknown := sorted(set(given) - set(known)):
-            raise ConfigError(f"unknown options {', '.join(unknown)}; a core has {', '.join(known)}")
-        return CoreOptions(**given)
+        return prepare(self.model, CoreOptions(**options_given(self.options)), self.core, show)
 
 
 @dataclasses.dataclass(frozen=True)

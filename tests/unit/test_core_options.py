@@ -67,6 +67,17 @@ def test_only_options_that_were_set_conflict_with_a_core() -> None:
     assert conflicts(CoreOptions(max_slots=3), held) == ["max_slots: asked 3, the core has 2"]
 
 
+def test_a_value_that_is_said_conflicts_even_if_it_is_the_default() -> None:
+    held = small_options(dtype="bfloat16")
+    assert conflicts({"dtype": "float32"}, held) == ["dtype: asked 'float32', the core has 'bfloat16'"]
+    assert conflicts({"dtype": None, "max_slots": 2, "page_size": 16}, held) == []
+    assert conflicts({"max_slots": CoreOptions().max_slots}, held) == ["max_slots: asked 8, the core has 2"]
+    with pytest.raises(ConfigError, match="unknown options max_slot;"):
+        conflicts({"max_slot": 2}, held)
+    with pytest.raises(ConfigError, match="dtype must be"):
+        conflicts({"dtype": "int8"}, held)
+
+
 def plan(budget: int | None, **changes: Any) -> Any:
     options = small_options(**changes).resolve(ToyModel())
     return plan_memory(ToyModel(), options, abstract_state, budget)

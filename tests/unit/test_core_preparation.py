@@ -19,6 +19,7 @@ from helios_jax.aot.core import core_directory, is_core, load_core, open_core, p
 from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest
 from helios_jax.aot.report import ProgramStatus
 from helios_jax.aot.store import LOCK_NAME
+from helios_jax.engine.setup import Target
 from helios_jax.errors import ConfigError, CoreError
 from helios_jax.scheduler.catalog import ProgramKind
 from tests.unit.core_toy import FACTORY, CountingFactory, ToyModel, ToySource, frame, small_options
@@ -290,6 +291,14 @@ def test_open_core_prepares_once_in_the_cache_and_then_loads(tmp_path: Path, mon
         assert statuses(core) == {ProgramStatus.LOADED}
     with pytest.raises(ConfigError, match="max_slots: asked 3, the core has 2"):
         open_core(root, small_options(max_slots=3))
+    with pytest.raises(ConfigError, match="page_size: asked 64, the core has 16"):
+        open_core(root, {"page_size": 64, "dtype": None})
+    with pytest.raises(ConfigError, match="max_slots: asked 8, the core has 2"):  # 8 is the default
+        Target(core=root, options={"max_slots": 8, "dtype": None}).open()
+    with pytest.raises(ConfigError, match="max_slots: asked 8, the core has 2"):
+        Target(model=root, options={"max_slots": 8}).open()
+    with Target(core=root, options={"max_slots": 2, "dtype": None}).open() as core:
+        assert statuses(core) == {ProgramStatus.LOADED}
     other = core_directory(source, small_options(max_slots=3).resolve(source.model), tmp_path / "cache")
     assert other != root
 
