@@ -7,6 +7,7 @@ the engine thread; 3. `generate` streams outputs; 4. `drain` and `close`, or `as
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,11 +31,14 @@ class AsyncLLM:
 
     Args:
         model: Name, directory, GGUF file, hub id, or directory of a core. Default: smollm2.
+        max_slots: Requests that run at the same time.
+        max_context: Tokens of one request, prompt and output.
+        dtype: float32, bfloat16 or float16.
         core: Directory of a prepared core (see `engine.setup.Target`).
+        policy: Scheduler preset, "balanced" or "throughput"; None is the config's.
         config: How the engine serves; see `config.EngineConfig`.
         progress: Called as (stage, done, total, detail) while loading; see `aot.progress`.
-        core_options: Of `aot.CoreOptions`: max_slots, max_context, dtype, page_size, num_pages,
-            prefill_chunk, ...
+        core_options: More of `aot.CoreOptions`: page_size, num_pages, prefill_chunk, ...
 
     Example:
         async with AsyncLLM(model="smollm2") as llm:
@@ -46,13 +50,20 @@ class AsyncLLM:
         self,
         model: str | Path | None = None,
         *,
+        max_slots: int | None = None,
+        max_context: int | None = None,
+        dtype: str | None = None,
         core: str | Path | None = None,
+        policy: str | None = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
         **core_options: Any,
     ) -> None:
-        target = Target(model=model, core=core, options=core_options)
+        options = {"max_slots": max_slots, "max_context": max_context, "dtype": dtype} | core_options
+        target = Target(model=model, core=core, options=options)
         self._config = config or EngineConfig()
+        if policy is not None:
+            self._config = dataclasses.replace(self._config, policy=policy)
         self._clock: Callable[[], int] = time.monotonic_ns
         self._make: Callable[[], Assembly] = lambda: assemble(target.open(progress), self._config)
         self._assembly: Assembly | None = None

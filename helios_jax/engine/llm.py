@@ -47,7 +47,7 @@ class LLM:
         dtype: float32, bfloat16 or float16.
         core: Directory of a prepared core to serve; prepared there if it does not exist and
             `model` is given.
-        policy: Scheduler preset: "balanced" or "throughput".
+        policy: Scheduler preset, "balanced" or "throughput"; None is the config's.
         progress: Show progress while loading: True, False, or a function (see `aot.progress`).
         config: More of the engine (trace, timeouts); its policy gives way to `policy`.
         core_options: More of `aot.CoreOptions`: page_size, num_pages, prefill_chunk, ...
@@ -65,7 +65,7 @@ class LLM:
         max_context: int | None = None,
         dtype: str | None = None,
         core: str | Path | None = None,
-        policy: str = "balanced",
+        policy: str | None = None,
         progress: Any = True,
         config: EngineConfig | None = None,
         **core_options: Any,
@@ -76,7 +76,8 @@ class LLM:
         target = Target(model=model, core=core, options=options)
         with _shown(progress) as show:
             opened = target.open(show)
-        self._begin(assemble(opened, dataclasses.replace(config or EngineConfig(), policy=policy)))
+        config = config or EngineConfig()
+        self._begin(assemble(opened, config if policy is None else dataclasses.replace(config, policy=policy)))
 
     @classmethod
     def from_core(cls, core: Any, *, tokenizer: Any = None, config: EngineConfig | None = None) -> LLM:
