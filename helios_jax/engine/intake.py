@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import reprlib
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -69,7 +71,7 @@ class Intake:
         if isinstance(prompt, str):
             text, ids = prompt, self.tokenizer.encode(prompt)
         else:
-            ids = self._token_ids(prompt)
+            ids = self._token_ids(prompt, params)
         self._check_length(len(ids), params)
         self._check_ids(ids, params)
         if params.n > self.max_sequences:
@@ -111,14 +113,24 @@ class Intake:
             stops=StopBuffer(tuple(params.stop or ()), params.include_stop_str_in_output),
         )
 
-    def _token_ids(self, prompt: SequenceOf[int]) -> list[int]:
-        ids = list(prompt) if isinstance(prompt, (SequenceOf, np.ndarray)) else [prompt]
-        for token in ids:
-            if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
-                raise RequestError(
-                    f"a prompt is a string or a list of token ids, found {token!r}", param="prompt", code="invalid_type"
-                )
-        return [int(token) for token in ids]
+    def _token_ids(self, prompt: SequenceOf[int], params: SamplingParams) -> list[int]:
+        """The ids as Python integers. Their number is checked before any of them is looked at.
+
+        This may run on an event loop: a prompt of millions of ids is refused in no time.
+        """
+        if (isinstance(prompt, np.ndarray) and prompt.ndim == 1) or isinstance(prompt, SequenceOf):
+            self._check_length(len(prompt), params)
+            ids = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+        else:
+            ids = [prompt]
+        if not all(_is_integer_type(kind) for kind in set(map(type, ids))):
+            token = next(token for token in ids if not _is_integer_type(type(token)))
+            raise RequestError(
+                f"a prompt is a string or a list of token ids, found {reprlib.repr(token)}",
+                param="prompt",
+                code="invalid_type",
+            )
+        return list(map(int, ids))
 
     def _check_length(self, prompt_len: int, params: SamplingParams) -> None:
         if prompt_len == 0:
@@ -138,10 +150,24 @@ class Intake:
     def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
         fields = {"prompt": ids, "logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids or ()}
         for name, tokens in fields.items():
-            for token in tokens:
-                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                    raise RequestError(
-                        f"{name} has token id {token!r}; ids of this model are integers in [0, {self.vocab_size - 1}]",
-                        param=name,
-                        code="invalid_token_id",
-                    )
+            if not self._are_ids(tokens):
+                token = next(token for token in tokens if not self._are_ids([token]))
+                raise RequestError(
+                    f"{name} has token id {token!r}; ids of this model are integers in [0, {self.vocab_size - 1}]",
+                    param=name,
+                    code="invalid_token_id",
+                )
+
+    def _are_ids(self, tokens: Iterable[int]) -> bool:
+        tokens = list(tokens)
+        if not all(issubclass(kind, int) and kind is not bool for kind in set(map(type, tokens))):
+            return False
+        try:
+            values = np.array(tokens, np.int64)
+        except OverflowError:
+            return False
+        return not len(values) or bool(values.min() >= 0 and values.max() < self.vocab_size)
+
+
+def _is_integer_type(kind: type) -> bool:
+    return issubclass(kind, (int, np.integer)) and kind is not bool

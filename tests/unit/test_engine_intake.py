@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helios_jax.engine.params import SamplingParams
@@ -99,3 +103,43 @@ def test_duplicate_request_id_is_refused(rig: EngineRig) -> None:
     rig.submit("a", "same")
     with pytest.raises(RequestError, match="'same' is in use"):
         rig.submit("b", "same")
+
+
+class _Untouchable(Sequence[int]):
+    """Millions of ids that nobody may look at."""
+
+    def __len__(self) -> int:
+        return 5_000_000
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("an id was read")
+
+
+def test_too_long_a_prompt_is_refused_before_its_ids_are_read(rig: EngineRig) -> None:
+    with pytest.raises(RequestError, match="the prompt has 5000000 tokens") as caught:
+        rig.submit(_Untouchable())  # type: ignore[arg-type]
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_ids_are_checked_at_the_speed_of_numpy() -> None:
+    """A million ids that fit: an event loop may stall for milliseconds, not for seconds."""
+    intake = dataclasses.replace(EngineRig(start=False).assembly.intake)
+    ids = [7] * 1_000_000
+    started = time.process_time()
+    assert intake._are_ids(ids)
+    assert not intake._are_ids([*ids, VOCAB])
+    assert not intake._are_ids([*ids, True])
+    assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("prompt", [np.array([1, 2]), (1, 2), [np.int32(1), 2], range(1, 3)])
+def test_every_kind_of_ids_becomes_python_integers(rig: EngineRig, prompt: Any) -> None:
+    request = rig.assembly.intake.request(prompt, SamplingParams(), request_id="r", sink=rig, arrival_ns=0)
+    assert request.prompt_token_ids == [1, 2]
+    assert {type(token) for token in request.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("prompt", [np.array([[1]]), np.array([1.5]), np.array(1.5), [[1, 2]], None])
+def test_arrays_of_other_shapes_and_types_are_refused(rig: EngineRig, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="a string or a list of token ids"):
+        rig.submit(prompt)
