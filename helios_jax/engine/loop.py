@@ -9,14 +9,15 @@ Life of a step:
 5. `complete`, then text, stop strings, and `published_output` for what became visible.
 
 Policy of failure: a `DeviceError` fails the sequences whose state on the device is lost and
-the runner is reset; anything else unexpected is a bug of ours, the engine stops, dumps its
-state and answers every request.
+the runner is reset, unless one program keeps failing; that, and anything else unexpected (a bug of
+ours), stops the engine: it answers every request and then dumps its state.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from helios_jax.engine.request import Request, Sequence
 from helios_jax.engine.stats import EngineStats
 from helios_jax.engine.trace import TraceWriter
 from helios_jax.errors import CapacityError, DeviceError, InvariantError, RequestError, UnavailableError
+from helios_jax.scheduler.catalog import ProgramShape
 from helios_jax.scheduler.preferences import policy_preset
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.types import (
@@ -43,7 +45,9 @@ from helios_jax.scheduler.types import (
     ScheduledPlan,
 )
 
-MAX_DEVICE_ERRORS = 3  # in a row; then the engine stops instead of trying again
+log = logging.getLogger("helios_jax.engine")
+
+MAX_DEVICE_ERRORS = 3  # of one program without a success; then the engine stops instead of trying again
 CLOSE_TIMEOUT_S = 10.0  # for the thread to notice that it is to stop
 
 
@@ -86,7 +90,8 @@ class Engine:
         self._running: dict[RequestHandle, Sequence] = {}
         self._requests: dict[str, Request] = {}
         self._fence = 0
-        self._device_errors = 0
+        self._device_errors: collections.Counter[ProgramShape] = collections.Counter()
+        self._dump_note = ""  # where the dump is, once there is one
         self._host_since = 0  # perf counter, ns: when the host part of this step began
         self._thread = threading.Thread(target=self._run, name="helios-engine", daemon=True)
 
@@ -98,7 +103,7 @@ class Engine:
     def health(self) -> EngineHealth:
         """Whether requests are being served, and if not why."""
         if self.failure is not None:
-            return EngineHealth(False, False, self.board.refusal)
+            return EngineHealth(False, False, self.board.refusal + self._dump_note)
         if not self._thread.is_alive():
             return EngineHealth(False, False, "the engine thread is not running")
         if self.board.refusal:
@@ -138,9 +143,11 @@ class Engine:
         if self._thread.is_alive():
             self._answer_all(UnavailableError("the engine was closed while a device call hung"))
             return
-        if self._trace:
-            self._trace.close()
-        self.core.close()
+        try:
+            if self._trace:
+                self._trace.close()
+        finally:
+            self.core.close()
 
     # ---- the engine thread
 
@@ -167,7 +174,7 @@ class Engine:
             frame = self._submit(plan)
             self._publisher.flush()
             self._complete(frame)
-            self._device_errors = 0
+            self._device_errors.pop(plan.shape, None)  # others' success says nothing of a broken program
         except DeviceError as error:
             self._recover(plan, error)
 
@@ -293,7 +300,7 @@ class Engine:
         The donated state is gone, so every sequence that has state there fails; one that was
         admitted but never ran has none, and goes on, as do those that wait.
         """
-        self._device_errors += 1
+        self._device_errors[plan.shape] += 1
         self.board.totals.device_errors += 1
         self.events.note(self.scheduler.state.now_ns, "device error", str(error))
         lost = {s.request: None for s in self._running.values() if s.on_device}
@@ -304,7 +311,7 @@ class Engine:
         self.scheduler.complete(self._fence, records, ExecutionTiming(device_ns=(0,), wall_ns=0))
         for request in lost:
             self._fail(request, error)
-        if self._device_errors >= MAX_DEVICE_ERRORS:
+        if self._device_errors[plan.shape] >= MAX_DEVICE_ERRORS:
             raise error
         self.heartbeat.enter(DEVICE, "resetting the device state")
         self.core.runner.reset()
@@ -316,12 +323,29 @@ class Engine:
         self.board.closed(request, "failed")
 
     def _answer_all(self, error: Exception) -> None:
-        for request in self.board.open_requests():
-            self._publisher.fail(request, error)
+        requests = self.board.open_requests()
+        self._publisher.answer_all(requests, error)
+        for request in requests:
             self.board.closed(request, "failed")
-        self._publisher.flush()
 
     def _die(self, error: BaseException) -> None:
+        """Say so and answer everybody; only then what may fail itself, the dump."""
+        self.failure = error
+        kind = "a device error" if isinstance(error, DeviceError) else "an internal error"
+        message = f"the engine stopped after {kind}: {type(error).__name__}: {error}"
+        self.board.refuse(message)
+        self._answer_all(UnavailableError(message))
+        log.error("%s", message)
+        try:
+            path = self._dump(error)
+        except Exception:
+            log.exception("the engine's state could not be dumped")
+            return
+        if path is not None:
+            self._dump_note = f"; state and recent events are in {path}"
+            log.error("state and recent events are in %s", path)
+
+    def _dump(self, error: BaseException) -> Path | None:
         directory = Path(self.config.dump_dir) if self.config.dump_dir else cache_dir() / "dumps"
         summary = {
             "fence": self._fence,
@@ -329,10 +353,4 @@ class Engine:
             "waiting": [s.request.request_id for s in self._waiting],
             "totals": dataclasses.asdict(self.board.snapshot()),
         }
-        path = dump(directory, error, self.events, self.scheduler.state, summary)
-        where = f"; state and recent events are in {path}" if path else ""
-        self.failure = error
-        kind = "a device error" if isinstance(error, DeviceError) else "an internal error"
-        message = f"the engine stopped after {kind}: {type(error).__name__}: {error}{where}"
-        self.board.refuse(message)
-        self._answer_all(UnavailableError(message))
+        return dump(directory, error, self.events, self.scheduler.state, summary)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from helios_jax.engine.frames import Fields
@@ -19,6 +20,8 @@ from helios_jax.engine.request import Request, Sequence, Sink
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.types import Event, GeneratedToken, RequestFinished, RequestHandle, ScheduledPlan
 
+log = logging.getLogger("helios_jax.engine")
+
 DECODED_TOKENS = 65536  # texts of single tokens kept for log-probabilities
 
 
@@ -27,7 +30,8 @@ class FrameEffects:
     """What a frame's events did to sequences.
 
     Attributes:
-        published: Handles whose visible text grew.
+        published: Handles whose visible text grew by tokens of this frame. Text held back that an
+            end without a token releases is no delivery of the frame: it served nothing.
         stopped: Sequences that a stop string ended; the scheduler has not heard of it.
         ended: Sequences that have a finish reason now (the stopped ones included).
         tokens: Tokens that sequences took.
@@ -67,6 +71,7 @@ class Publisher:
             self._score(plan, fields, sequences)
         rows = {lane.handle: row for row, lane in enumerate(plan.lanes)}
         grown: dict[RequestHandle, int] = {}
+        served: set[RequestHandle] = set()
         ordered = list(events)
         ends = {event.handle: event for event in ordered if isinstance(event, RequestFinished)}
         for event in ordered:
@@ -77,6 +82,7 @@ class Publisher:
             grown.setdefault(event.handle, len(sequence.text))
             if isinstance(event, GeneratedToken):
                 effects.tokens += 1
+                served.add(event.handle)
                 self._take(sequence, event, ends.get(event.handle), fields, rows[event.handle], now_ns)
             else:
                 stop = event.stop_token
@@ -88,7 +94,7 @@ class Publisher:
                 sequence.close("stop")
                 effects.stopped.append(sequence)
                 effects.ended.append(sequence)
-            if len(sequence.text) > before:
+            if handle in served and len(sequence.text) > before:
                 effects.published.append(handle)
         return effects
 
@@ -133,6 +139,30 @@ class Publisher:
             if request.has_news:
                 self._batches.setdefault(request.sink, []).append((request, request.take_output()))
         self._dirty.clear()
-        batches, self._batches = self._batches, {}
-        for sink, batch in batches.items():
-            sink.deliver(batch)
+        while self._batches:
+            sink = next(iter(self._batches))
+            sink.deliver(self._batches.pop(sink))
+
+    def answer_all(self, requests: Iterable[Request], error: Exception) -> None:
+        """The end: open requests get the error, ended ones the last output that they are owed.
+
+        Does not raise: an output that cannot be made, or a sink that breaks, costs only its own reader.
+        """
+        for request in requests:
+            self.fail(request, error)
+        for request in self._dirty:
+            try:
+                news = request.take_output() if request.has_news else None
+            except Exception:
+                log.exception("the last output of %s cannot be made", request.request_id)
+                self._batches.setdefault(request.sink, []).append((request, error))
+                continue
+            if news is not None:
+                self._batches.setdefault(request.sink, []).append((request, news))
+        self._dirty.clear()
+        while self._batches:
+            sink = next(iter(self._batches))
+            try:
+                sink.deliver(self._batches.pop(sink))
+            except Exception:
+                log.exception("outputs could not be delivered")

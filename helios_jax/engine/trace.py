@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import IO, Any
 
 from helios_jax.errors import ConfigError
 from helios_jax.scheduler.types import ExecutionTiming, ScheduledPlan
 
+log = logging.getLogger("helios_jax.engine")
+
 
 class TraceWriter:
     """Appends frame records to a file; flushes each line, so a crash loses none.
+
+    A trace is worth less than the requests it is about: the first line that cannot be written
+    (a full disk) is logged and ends the trace, not the engine.
 
     Fields: fence, kind, shape, lanes (number), slots, tokens (that went in), emits (lanes that
     sample), requests (ids by lane), estimated_ns, device_ns (one a rank), wall_ns, queued,
@@ -19,15 +26,18 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path | str) -> None:
+        self._path = path
         try:
-            self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+            self._file: IO[str] | None = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         except OSError as error:
             raise ConfigError(f"the trace file {path} cannot be written: {error.strerror}") from error
 
     def frame(
         self, fence: int, plan: ScheduledPlan, requests: list[str], timing: ExecutionTiming, host_ns: int, now_ns: int
     ) -> None:
-        """Write the line of one completed frame."""
+        """Write the line of one completed frame; nothing once a write has failed."""
+        if self._file is None:
+            return
         record: dict[str, Any] = {
             "fence": fence,
             "kind": str(plan.shape.kind),
@@ -47,8 +57,16 @@ class TraceWriter:
             "host_ns": int(host_ns),
             "now_ns": int(now_ns),
         }
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            log.error("the trace %s ends at frame %d, serving goes on: %s", self._path, fence, error.strerror)
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file, whatever its last buffer says. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
