@@ -13,6 +13,7 @@ from helios_jax.server.body import decode_body
 from helios_jax.server.context import ServerContext
 from helios_jax.server.interface import TokenizerLike
 from helios_jax.server.job import Job, check_choices
+from helios_jax.server.offsets import echo_offsets
 from helios_jax.server.params import sampling_params
 from helios_jax.server.protocol import CompletionRequest, refuse_unsupported
 from helios_jax.server.replies import (
@@ -23,6 +24,7 @@ from helios_jax.server.replies import (
     completion_logprobs,
     prompt_logprobs_of,
 )
+from helios_jax.text.detokenizer import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions only; chat goes on to the end of the context
 
@@ -56,16 +58,36 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
             )
 
 
+def check_prompts(prompts: list[list[int]], vocab_size: int, max_context: int) -> None:
+    """Raise if a prompt of ids is too long or holds an unknown id.
+
+    Lengths come first: what cannot fit is refused without a walk over it.
+    """
+    for ids in prompts:
+        if len(ids) > max_context:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; this model's maximum context length is {max_context} tokens:"
+                " shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+    for ids in prompts:
+        check_ids(ids, vocab_size, "prompt")
+
+
 async def encode_prompts(
     context: ServerContext, prompts: list[str] | list[list[int]], add_special_tokens: bool
 ) -> list[list[int]]:
     """Ids of every prompt; none may be empty.
 
     Raises:
-        RequestError: A prompt is empty or holds ids out of the vocabulary.
+        RequestError: A prompt is empty, or holds ids out of the vocabulary or more than the context.
     """
     engine = context.engine
     result: list[list[int]] = []
+    if not isinstance(prompts[0], str):
+        size = sum(len(ids) for ids in prompts)
+        await context.offload(size, check_prompts, prompts, engine.vocab_size, engine.max_context)
     for prompt in prompts:
         if isinstance(prompt, str):
             ids = await context.offload(
@@ -73,7 +95,6 @@ async def encode_prompts(
             )
         else:
             ids = prompt
-            check_ids(ids, engine.vocab_size, "prompt")
         if not ids:
             raise RequestError("prompt must hold at least one token", param="prompt", code="invalid_value")
         result.append(ids)
@@ -92,7 +113,7 @@ async def parse_completion(body: bytes, context: ServerContext, answer_id: str) 
     stream, echo = bool(request.stream), bool(request.echo)
     if stream and request.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs needs stream=false", param="prompt_logprobs", code="unsupported")
-    prompts = split_prompts(request.prompt)
+    prompts = await context.offload(len(request.prompt), split_prompts, request.prompt)
     params = sampling_params(
         request,
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
@@ -105,6 +126,8 @@ async def parse_completion(body: bytes, context: ServerContext, answer_id: str) 
     writer = CompletionWriter((answer_id, context.created_now(), model), context.engine.tokenizer, params.n)
     writer.usage_null = include_usage
     writer.wants_logprobs = request.logprobs is not None
+    writer.skip_special_tokens = params.skip_special_tokens
+    writer.given_as_text = isinstance(prompts[0], str)
     writer.wants_prompt_logprobs = request.prompt_logprobs is not None
     if echo:
         writer.echoed = [
@@ -118,9 +141,18 @@ async def parse_completion(body: bytes, context: ServerContext, answer_id: str) 
 class _Choice:
     """What is remembered of one output between its deltas."""
 
+    detokenizer: Detokenizer
     echo_sent: bool = False
     offset: int = 0
     held_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    held_offsets: list[int] = field(default_factory=list)
+
+    def hold(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Keep the log-probabilities of new tokens until there is text to send them with."""
+        for entry in entries:
+            self.held_logprobs.append(entry)
+            self.held_offsets.append(self.offset)
+            self.offset += len(self.detokenizer.push(next(iter(entry))))
 
 
 class CompletionWriter:
@@ -135,6 +167,8 @@ class CompletionWriter:
         self.usage_null = False
         self.wants_logprobs = False
         self.wants_prompt_logprobs = False
+        self.skip_special_tokens = True
+        self.given_as_text = True
         self.echoed: list[str] = []  # text of each prompt; empty without echo
 
     def plain(self, outputs: list[RequestOutput], usage: Usage) -> Completion:
@@ -158,7 +192,10 @@ class CompletionWriter:
 
     def _choice(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> CompletionChoice:
         index = prompt_index * self._n + choice.index
-        state = self._choices.setdefault(index, _Choice())
+        if index not in self._choices:
+            prompt_ids = output.prompt_token_ids or ()
+            self._choices[index] = _Choice(Detokenizer(self._tokenizer, prompt_ids, self.skip_special_tokens))
+        state = self._choices[index]
         text = choice.text
         if output.prompt_logprobs is not None:
             self._scores[prompt_index] = output.prompt_logprobs
@@ -166,8 +203,8 @@ class CompletionWriter:
             state.echo_sent = True
             text = self.echoed[prompt_index] + text
             if self.wants_logprobs:
-                state.held_logprobs += self._scores.get(prompt_index, [])
-        state.held_logprobs += choice.logprobs or []
+                self._hold_prompt(state, prompt_index, output.prompt_token_ids)
+        state.hold(choice.logprobs or [])
         made = CompletionChoice(index, text, None, choice.finish_reason)
         if choice.finished:
             made.stop_reason = choice.stop_reason
@@ -175,9 +212,15 @@ class CompletionWriter:
             made.logprobs = self._take_logprobs(state, output.prompt_token_ids)
         return made
 
+    def _hold_prompt(self, state: _Choice, prompt_index: int, prompt_ids: Sequence[int]) -> None:
+        text, scores = self.echoed[prompt_index], self._scores.get(prompt_index, [])
+        offsets = echo_offsets(self._tokenizer, prompt_ids, text, self.given_as_text)
+        state.held_logprobs += scores
+        state.held_offsets += offsets[: len(scores)]
+        state.offset = len(text)
+
     def _take_logprobs(self, state: _Choice, prompt_ids: Sequence[int]) -> CompletionLogprobs:
         head = self._tokenizer.decode_token(prompt_ids[0]) if prompt_ids and None in state.held_logprobs else ""
-        logprobs = completion_logprobs(state.held_logprobs, head, state.offset)
-        state.offset += sum(len(token) for token in logprobs.tokens)
-        state.held_logprobs = []
+        logprobs = completion_logprobs(state.held_logprobs, head, state.held_offsets)
+        state.held_logprobs, state.held_offsets = [], []
         return logprobs

@@ -9,6 +9,7 @@ import msgspec
 
 from helios_jax.errors import (
     CapacityError,
+    DeviceError,
     HeliosError,
     RequestCancelled,
     RequestError,
@@ -86,6 +87,9 @@ def describe_error(error: BaseException, request_id: str = "") -> ErrorReply:
             return _reply(429, str(error), "rate_limit_error", None, "queue_full", retry)
         case UnavailableError():
             return _reply(503, str(error), "service_unavailable_error", None, "unavailable", retry)
+        case DeviceError():
+            text = f"the device failed and the request's state is lost; the server's log has it under {request_id!r}"
+            return _reply(500, text, "server_error", None, "device_error")
         case RequestCancelled():
             return _reply(
                 503, "the request was cancelled by the server", "service_unavailable_error", None, "cancelled"

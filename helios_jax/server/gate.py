@@ -113,4 +113,5 @@ def outcome_of(record: RequestRecord) -> Outcome:
         return Outcome.FAILED
     if record.status < 400:
         return Outcome.FINISHED
-    return Outcome.REFUSED if record.status != 500 else Outcome.FAILED
+    unanswered = record.status == 500 or (record.status == 503 and record.accepted)
+    return Outcome.FAILED if unanswered else Outcome.REFUSED

@@ -139,6 +139,7 @@ class GenerationResponse(Response):
         job = await self._parse(body, self._context, self._answer_id)
         job.params.output_kind = OutputKind.DELTA if job.stream else OutputKind.FINAL_ONLY
         tally = Tally(job, record, self._context)
+        record.accepted = self._context.engine.health().ready  # one that stopped meanwhile refuses by itself
         async with aclosing(engine_outputs(self._context, job, self._answer_id, record.arrival_ns)) as outputs:
             if job.stream:
                 await stream.run(job, outputs, tally)

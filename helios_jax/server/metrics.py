@@ -25,6 +25,12 @@ TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 SCHEDULER_PREFIX = "flare_scheduler_"
+# What can go down, or is a size, although some end in _total; all else that the scheduler counts only grows.
+SCHEDULER_GAUGES = frozenset(
+    ("frames_in_flight", "slots_total", "slots_used", "pages_total", "pages_free", "pages_used", "pages_reserved",
+     "programs_measured", "programs_total")
+)  # fmt: skip
+BY_KIND = "_by_kind"
 NS_PER_S = 1e9
 
 
@@ -164,7 +170,7 @@ def scheduler_families(counters: Any) -> Iterator[Metric]:
     """The scheduler's counters under the specification's names, `flare_scheduler_*`.
 
     Args:
-        counters: A record or mapping; a value is a number, or numbers by reason.
+        counters: A record or mapping; a value is a number, or numbers by reason (by program kind in `..._by_kind`).
     """
     if counters is None:
         return
@@ -172,19 +178,16 @@ def scheduler_families(counters: Any) -> Iterator[Metric]:
         counters = {field.name: getattr(counters, field.name) for field in dataclasses.fields(counters)}
     elif hasattr(counters, "_asdict"):
         counters = counters._asdict()
+    text = "Scheduler counter; see the scheduling specification."
     for key, value in counters.items():
-        name = key if key.startswith(SCHEDULER_PREFIX) else SCHEDULER_PREFIX + key
-        is_counter = name.endswith("_total")
-        text = "Scheduler counter; see the scheduling specification."
+        plain = key.removeprefix(SCHEDULER_PREFIX)
+        is_gauge = plain in SCHEDULER_GAUGES
+        name = SCHEDULER_PREFIX + (plain if is_gauge else plain.removesuffix("_total"))
+        family = GaugeMetricFamily if is_gauge else CounterMetricFamily  # the latter adds _total
         if isinstance(value, Mapping):
-            labels = ("reason",)
-            family = CounterMetricFamily if is_counter else GaugeMetricFamily
-            metric = family(name.removesuffix("_total") if is_counter else name, text, labels=labels)
-            for reason, count in value.items():
-                metric.add_metric((str(reason),), float(count))
+            metric = family(name, text, labels=("kind" if plain.endswith(BY_KIND) else "reason",))
+            for label, count in value.items():
+                metric.add_metric((str(label),), float(count))
             yield metric
         elif isinstance(value, (int, float)):
-            if is_counter:
-                yield CounterMetricFamily(name.removesuffix("_total"), text, value=value)
-            else:
-                yield GaugeMetricFamily(name, text, value=value)
+            yield family(name, text, value=value)

@@ -31,6 +31,7 @@ class RequestRecord:
     is_generation: bool
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     status: int = 0
+    accepted: bool = False  # given to an engine that took work: from here on an unavailable engine is a failure
     response_started: bool = False
     response_complete: bool = False
     outcome: Outcome | None = None

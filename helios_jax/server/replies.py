@@ -147,16 +147,18 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], top: int, tokenizer: Tokeniz
     return ChatLogprobs(content)
 
 
-def completion_logprobs(entries: Sequence[TokenLogprobs | None], prompt_head: str, offset: int) -> CompletionLogprobs:
+def completion_logprobs(
+    entries: Sequence[TokenLogprobs | None], prompt_head: str, offsets: Sequence[int]
+) -> CompletionLogprobs:
     """The form of completions: four parallel lists.
 
     Args:
         entries: One a token; `None` only for the first prompt token, which nothing predicts.
         prompt_head: Text of that first token.
-        offset: Characters before the first entry, echo included.
+        offsets: Characters before each entry, echo included; see `offsets.py`.
     """
     result = CompletionLogprobs([], [], [], [])
-    for entry in entries:
+    for entry, offset in zip(entries, offsets, strict=True):
         result.text_offset.append(offset)
         if entry is None:
             result.tokens.append(prompt_head)
@@ -170,7 +172,6 @@ def completion_logprobs(entries: Sequence[TokenLogprobs | None], prompt_head: st
             for value in entry.values():  # two ids may share a text: the likelier one keeps it
                 alternatives.setdefault(value.decoded_token, finite(value.logprob))
             result.top_logprobs.append(alternatives)
-        offset += len(result.tokens[-1])
     return result
 
 

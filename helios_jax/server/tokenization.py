@@ -30,7 +30,9 @@ async def tokenize(body: bytes, context: ServerContext) -> TokenizeResponse:
         ids = await context.offload(
             len(text), engine.tokenizer.encode, text, add_special_tokens=request.add_special_tokens
         )
-    texts = [engine.tokenizer.decode_token(i) for i in ids] if request.return_token_strs else None
+    texts = None
+    if request.return_token_strs:
+        texts = await context.offload(len(ids), lambda: [engine.tokenizer.decode_token(i) for i in ids])
     return TokenizeResponse(len(ids), engine.max_context, ids, texts)
 
 
@@ -43,7 +45,7 @@ async def detokenize(body: bytes, context: ServerContext) -> DetokenizeResponse:
     request = await decode_body(body, DetokenizeRequest, context)
     context.check_model(request.model)
     engine = context.engine
-    check_ids(request.tokens, engine.vocab_size, "tokens")
+    await context.offload(len(request.tokens), check_ids, request.tokens, engine.vocab_size, "tokens")
     text = await context.offload(
         len(request.tokens), engine.tokenizer.decode, request.tokens, skip_special_tokens=False
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.params import SamplingParams
-from helios_jax.server.context import ServerLimits
+from helios_jax.errors import DeviceError, UnavailableError
+from helios_jax.server import completions, tokenization
+from helios_jax.server.context import OFFLOAD_SIZE, ServerLimits
 from helios_jax.testing import Gate
 from tests.api.server_kit import ScriptedEngine, async_test, chat_body, client_for, error_of, fake_client, one_output
 
@@ -303,6 +306,52 @@ async def test_too_many_requests_in_flight_is_429_naming_the_limit() -> None:
         assert "max_in_flight" in error_of(await client.post(TEXT, json=text_body()), 429)["message"]
         hold.set()
         assert (await first).status_code == 200
+
+
+@pytest.mark.parametrize("prompts", ["abc", ["abc", "de"]])
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (UnavailableError("the engine stopped"), 503, "service_unavailable_error"),
+        (DeviceError("out of memory"), 500, "server_error"),
+    ],
+)
+@async_test
+async def test_what_the_engine_took_and_lost_has_failed(prompts: Any, error: Exception, status: int, kind: str) -> None:
+    async def outputs(name: str, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        await asyncio.sleep(0)
+        raise error
+        yield  # a generator
+
+    async with client_for(ScriptedEngine(outputs)) as client:
+        for stream in (False, True):
+            found = error_of(await client.post(TEXT, json=text_body(prompt=prompts, stream=stream)), status)
+            assert found["type"] == kind
+        metrics = (await client.get("/metrics")).text
+    assert 'helios_requests_total{outcome="failed"} 2.0' in metrics
+    assert 'helios_requests_total{outcome="refused"} 0.0' in metrics
+    assert "helios_request_seconds_count 2.0" in metrics
+
+
+@async_test
+async def test_long_lists_of_ids_are_walked_in_a_thread_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[threading.Thread] = []
+
+    def note(ids: Sequence[int], vocab_size: int, param: str) -> None:
+        walked.append(threading.current_thread())
+
+    monkeypatch.setattr(completions, "check_ids", note)
+    monkeypatch.setattr(tokenization, "check_ids", note)
+    ids = [97] * (OFFLOAD_SIZE + 1)
+    async with fake_client(max_context=64) as client:
+        for prompt in (ids, [[97], ids]):
+            error = error_of(await client.post(TEXT, json=text_body(prompt=prompt)), 400)
+            assert error["code"] == "context_length_exceeded"
+            assert str(len(ids)) in error["message"]
+        assert walked == []
+        assert (await client.post("/detokenize", json={"tokens": ids})).status_code == 200
+    assert walked != [threading.current_thread()]
+    assert len(walked) == 1
 
 
 @async_test

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from helios_jax.server.metrics import SCHEDULER_GAUGES
 from helios_jax.testing import Gate
 from tests.api.server_kit import async_test, chat_body, fake_client
 
@@ -97,10 +98,17 @@ async def test_scheduler_counters_have_the_names_of_the_specification() -> None:
     async with fake_client() as client:
         await client.post(TEXT, json={"prompt": "abc", "max_tokens": 4})
         samples = await scrape(client)
+        text = (await client.get("/metrics")).text
     executions = [v for k, v in samples.items() if k.startswith("flare_scheduler_executions_total{reason=")]
     nanoseconds = [v for k, v in samples.items() if k.startswith("flare_scheduler_execution_nanoseconds_total{reason=")]
     assert sum(executions) == samples["helios_frames_total"] > 0
     assert sum(nanoseconds) > 0
+    assert samples["flare_scheduler_used_tokens_by_kind_total{kind=prefill}"] == 3
+    assert samples["flare_scheduler_requests_admitted_total"] == 1
+    text_types = {f.name: f.type for f in text_string_to_metric_families(text) if f.name.startswith("flare_")}
+    gauges = {name.removeprefix("flare_scheduler_") for name, kind in text_types.items() if kind == "gauge"}
+    assert gauges == SCHEDULER_GAUGES
+    assert set(text_types.values()) == {"counter", "gauge"}
 
 
 @async_test

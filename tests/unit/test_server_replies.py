@@ -18,6 +18,7 @@ from helios_jax.server.metrics import scheduler_families
 from helios_jax.server.protocol import UNSUPPORTED, CompletionRequest, SamplingFields, refuse_unsupported
 from helios_jax.server.record import Outcome, RequestRecord, request_id_from
 from helios_jax.server.replies import MIN_LOGPROB, completion_logprobs, finite
+from helios_jax.server.run import bind
 from helios_jax.server.streaming import event
 
 
@@ -39,6 +40,7 @@ def test_every_error_has_a_status_and_a_body(error: Exception, status: int) -> N
     assert reply.status == status
     assert set(body) == {"message", "type", "param", "code"}
     assert ("req-1" in body["message"]) == (status == 500)
+    assert (body["type"] == "server_error") == isinstance(error, DeviceError)
     assert "secret" not in body["message"]
     assert ("retry-after" in reply.headers) == isinstance(error, (CapacityError, UnavailableError))
 
@@ -70,7 +72,7 @@ def test_finite_is_json(value: float) -> None:
 
 def test_two_ids_with_one_text_keep_the_likelier_value() -> None:
     entry = {5: Logprob(-0.1, 1, "a"), 6: Logprob(-3.0, 2, "a")}
-    logprobs = completion_logprobs([None, entry], "héad", 2)
+    logprobs = completion_logprobs([None, entry], "héad", [2, 6])
     assert logprobs.tokens == ["héad", "a"]
     assert logprobs.top_logprobs == [None, {"a": -0.1}]
     assert logprobs.text_offset == [2, 6]
@@ -117,6 +119,25 @@ def test_counters_of_any_form_get_the_names_of_the_specification(counters: Any) 
     assert list(scheduler_families(None)) == []
 
 
+def test_growing_totals_are_counters_and_kinds_are_kinds() -> None:
+    counters = {
+        "requests_admitted": 4,
+        "requests_finished": {"stop": 2},
+        "used_tokens_by_kind": {"prefill": 9},
+        "slots_total": 8,
+        "frames_in_flight": 1,
+    }
+    families = list(scheduler_families(counters))
+    samples = {(f.type, s.name, *s.labels.items()): s.value for f in families for s in f.samples}
+    assert samples == {
+        ("counter", "flare_scheduler_requests_admitted_total"): 4,
+        ("counter", "flare_scheduler_requests_finished_total", ("reason", "stop")): 2,
+        ("counter", "flare_scheduler_used_tokens_by_kind_total", ("kind", "prefill")): 9,
+        ("gauge", "flare_scheduler_slots_total"): 8,
+        ("gauge", "flare_scheduler_frames_in_flight"): 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("status", "complete", "outcome"),
     [
@@ -132,6 +153,13 @@ def test_counters_of_any_form_get_the_names_of_the_specification(counters: Any) 
 def test_outcomes(status: int, complete: bool, outcome: Outcome) -> None:
     record = RequestRecord("id", "POST", "/v1/completions", True, status=status, response_complete=complete)
     assert outcome_of(record) is outcome
+
+
+def test_what_the_engine_had_taken_is_not_refused() -> None:
+    record = RequestRecord("id", "POST", "/v1/completions", True, status=503, response_complete=True, accepted=True)
+    assert outcome_of(record) is Outcome.FAILED
+    record.status = 429  # full: the engine raises it instead of taking the request
+    assert outcome_of(record) is Outcome.REFUSED
 
 
 def test_a_request_id_cannot_forge_a_log_line() -> None:
@@ -152,6 +180,12 @@ def test_an_event_is_one_data_line() -> None:
 def test_limits_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ServerLimits(**wrong)
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 2**32 + 80])
+def test_a_port_out_of_range_is_named_before_it_is_used(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"{port}: --port must be in"):
+        bind("127.0.0.1", port)
 
 
 def test_phases_only_go_forward() -> None:
