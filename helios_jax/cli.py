@@ -31,6 +31,7 @@ MAX_PORT = 65535
 DTYPES = ("float32", "bfloat16", "float16")
 POLICIES = ("balanced", "throughput")
 MODEL_HELP = f"name, directory, .gguf file, hub id, or directory of a prepared core (default: {DEFAULT_MODEL})"
+SOURCE_HELP = f"name, directory, .gguf file or hub id (default: {DEFAULT_MODEL})"
 EPILOG = (
     f"Prepared cores are kept in ${CACHE_VARIABLE}, or ~/.cache/helios-jax. They hold programs that are executed"
     " as they are: trust a core as you trust its directory."
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     prepare = command("prepare", _prepare, "compile a model's programs and convert its weights into a core")
-    prepare.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    prepare.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=SOURCE_HELP)
     prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory of the core")
     _add_core_options(prepare)
 
@@ -199,6 +200,8 @@ def _serve(options: argparse.Namespace) -> None:
     logging.getLogger("helios_jax").setLevel(logging.INFO)
     if not 0 <= options.port <= MAX_PORT:  # getaddrinfo would take it modulo 65536
         raise ConfigError(f"--port must be in [0, {MAX_PORT}], got {options.port}")
+    if options.api_key is not None and not options.api_key.strip():  # an unset variable must not open the server
+        raise ConfigError(f"--api-key must not be blank; leave it out to use ${API_KEY_VARIABLE} or no key")
     config = engine_config(options)
     target = Target(model=options.model, options=core_options(options))
 

@@ -30,6 +30,13 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str], command: list
     assert "usage: helios-jax" in out
 
 
+def test_prepare_takes_no_prepared_core(capsys: pytest.CaptureFixture[str]) -> None:
+    _, prepare, _ = run(capsys, "prepare", "--help")
+    _, serve, _ = run(capsys, "serve", "--help")
+    assert "prepared core (default" not in " ".join(prepare.split())
+    assert "prepared core (default" in " ".join(serve.split())
+
+
 def test_help_and_import_load_no_jax() -> None:
     script = (
         "import sys, helios_jax.cli as cli\n"
@@ -59,6 +66,8 @@ def test_version_and_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--max-queue", "-1"], "max_queue must be an integer in"),
         (["serve", "--ready-timeout", "nan"], "ready_timeout_s must be a positive number"),
         (["serve", "--port", "99999999"], "--port must be in [0, 65535], got 99999999"),
+        (["serve", "--api-key", ""], "--api-key must not be blank"),
+        (["serve", "--api-key", "  "], "--api-key must not be blank"),
         (["serve", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
     ],
 )
