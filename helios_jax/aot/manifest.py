@@ -27,7 +27,11 @@ TEXT_DIR = "text"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramEntry:
-    """One stored executable. Bytes and seconds as in `report.ProgramReport`."""
+    """One stored executable. Bytes and seconds as in `report.ProgramReport`.
+
+    `checked`: it was once loaded from its file and then executed; what was executed when it
+    had just been compiled may still have lost something on its way through the file.
+    """
 
     shape: ProgramShape
     file: str
@@ -38,6 +42,7 @@ class ProgramEntry:
     argument_bytes: int
     alias_bytes: int
     donated_bytes: int
+    checked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

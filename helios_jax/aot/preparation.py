@@ -8,7 +8,8 @@
 4. Programs are loaded or compiled (`programs_store`); the manifest grows with each.
 5. The programs run once with inactive lanes; then the core is complete and ready.
 
-A directory that cannot be written is used as it is: loaded, or compiled without storing.
+A directory that cannot be written, or no more (a full disk), is used as it is: loaded, or
+compiled without storing.
 """
 
 from __future__ import annotations
@@ -133,6 +134,8 @@ def load_core(
         stored = read_manifest(root)
         if not stored.weights:
             raise CoreError(f"{root} was not prepared to the end and holds no weights; prepare it again")
+        if not stored.text and not (root / TEXT_DIR).is_dir():
+            raise CoreError(f"{root} was not prepared to the end and holds no tokenizer; prepare it again")
         model = model or model_from_config(stored.source.model_config)
         manifest, plan = reopened_manifest(stored, model, used_factory)
         return _open(
@@ -197,6 +200,7 @@ def _open(job: _Job) -> PreparedCore:
     programs = store.obtain()
     calls = {shape: executable.call for shape, executable in programs.executables.items()}
     runner = DeviceRunner(calls, params, compiler.compile_new_state(), job.manifest.dims)
+    job.writable = store.writable
     try:
         smoke(runner, _to_check(job, programs), job.manifest.dims, job.progress)
     except BaseException as error:
@@ -205,7 +209,7 @@ def _open(job: _Job) -> PreparedCore:
             _discard(job, programs, error)
         raise
     job.on_disk = programs.manifest
-    job.manifest = dataclasses.replace(programs.manifest, complete=True)
+    job.manifest = dataclasses.replace(_checked(programs), complete=True)
     _checkpoint(job)
     _remove_stale(job)
     return _core(job, programs, params, runner, text)
@@ -228,8 +232,18 @@ def _keep_stored(job: _Job) -> None:
 def _checkpoint(job: _Job) -> None:
     """Writes the manifest if it changed, so that a kill from here on loses nothing stored."""
     if job.writable and job.manifest != job.on_disk:
-        write_manifest(job.root, job.manifest)
+        try:
+            write_manifest(job.root, job.manifest)
+        except OSError as error:
+            _give_up_writing(job, error)
+            return
     job.on_disk = job.manifest
+
+
+def _give_up_writing(job: _Job, error: OSError) -> None:
+    """A full or failing disk costs the next start its time, never this one its core."""
+    job.writable = False
+    job.progress(NOTE, 0, 0, f"{job.root} cannot be written ({error.strerror or error}): nothing more is kept there")
 
 
 def _weights(job: _Job) -> Any:
@@ -261,17 +275,32 @@ def _text(job: _Job) -> pathlib.Path:
     files = job.source.text_files()
     if not job.writable:
         return pathlib.Path(files.path)
-    job.manifest = dataclasses.replace(job.manifest, text=copy_text_files(files, job.root))
+    try:
+        copied = copy_text_files(files, job.root)
+    except OSError as error:
+        job.manifest = dataclasses.replace(job.manifest, text=())
+        _give_up_writing(job, error)
+        return pathlib.Path(files.path)
+    job.manifest = dataclasses.replace(job.manifest, text=copied)
     return job.root / TEXT_DIR
 
 
 def _to_check(job: _Job, programs: ProgramSet) -> list[ProgramShape]:
-    """The programs to execute once: all, or the cheap ones of a core that was checked before."""
+    """The programs to execute once: all but the slow ones that were executed before as loaded."""
     shapes = sorted(programs.executables)
-    if job.stored is None or not job.stored.complete or job.manifest.fingerprint["backend"] != "cpu":
+    if job.manifest.fingerprint["backend"] != "cpu":
         return shapes
-    compiled = {s for s in shapes if programs.reports[s].status is ProgramStatus.COMPILED}
-    return [s for s in shapes if s in compiled or s.token_capacity <= QUICK_TOKENS]
+    known = {entry.shape for entry in programs.manifest.programs if entry.checked}
+    return [shape for shape in shapes if shape not in known or shape.token_capacity <= QUICK_TOKENS]
+
+
+def _checked(programs: ProgramSet) -> Manifest:
+    """The manifest after the programs were executed: what had been loaded is known to work so."""
+    entries = tuple(
+        dataclasses.replace(entry, checked=programs.reports[entry.shape].status is ProgramStatus.LOADED)
+        for entry in programs.manifest.programs
+    )
+    return dataclasses.replace(programs.manifest, programs=entries)
 
 
 def _discard(job: _Job, programs: ProgramSet, failed: FailedProgram) -> None:

@@ -53,7 +53,8 @@ class ProgramStore:
     """The program files of one core directory, while its lock is held.
 
     Attributes:
-        writable: False: compile as needed, but store nothing.
+        writable: False: compile as needed, but store nothing. Becomes False when the manifest
+            cannot be written any more: files that it does not name are of no use.
         reject: Why no stored program may be used at all; empty when they may.
         retry_failed: Compile again what is recorded as not compiling under this fingerprint.
     """
@@ -186,8 +187,14 @@ class ProgramStore:
     def _update(self, **changes: object) -> None:
         """Changes the manifest and its file; the caller holds the lock."""
         self.manifest = dataclasses.replace(self.manifest, **changes)  # type: ignore[arg-type]
-        if self.writable:
+        if not self.writable:
+            return
+        try:
             write_manifest(self.directory, self.manifest)
+        except OSError as error:
+            self.writable = False
+            why = error.strerror or error
+            self.progress(NOTE, 0, 0, f"{self.directory} cannot be written ({why}): nothing more is kept there")
 
     def _report(
         self, executable: Executable, status: ProgramStatus, entry: ProgramEntry | None, load_seconds: float = 0.0

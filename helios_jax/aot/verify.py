@@ -12,8 +12,8 @@ from helios_jax.aot.runner import DeviceRunner
 from helios_jax.errors import CoreError, DeviceError
 from helios_jax.scheduler.catalog import ProgramShape
 
-# On a CPU a wide prefill takes seconds even for inactive rows; a core whose every program was
-# executed when it was made is checked at load with the programs up to this many tokens.
+# On a CPU a wide prefill takes seconds even for inactive rows: once a program has been
+# executed as loaded from the core, later starts execute it only up to this many tokens.
 QUICK_TOKENS = 64
 
 

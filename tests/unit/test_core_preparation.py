@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -16,8 +17,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from helios_jax.aot.core import core_directory, is_core, load_core, open_core, prepare
-from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest
+from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from helios_jax.aot.report import ProgramStatus
+from helios_jax.aot.runner import DeviceRunner
 from helios_jax.aot.store import LOCK_NAME
 from helios_jax.engine.setup import Target
 from helios_jax.errors import ConfigError, CoreError
@@ -50,13 +52,83 @@ def test_a_second_prepare_builds_nothing_and_reads_no_checkpoint(tmp_path: Path)
     assert all(line.reason == "not in the core yet" for line in first.report)
     first.close()
     before = snapshot(tmp_path / "core")
+    del before[MANIFEST_NAME]  # says now which programs were executed as loaded
     second = prepare(source, small_options(), tmp_path / "core", factory=counting.factory)
     assert len(counting.built) == NUM_PROGRAMS
     assert statuses(second) == {ProgramStatus.LOADED}
     assert source.loads == 1
     assert second.notes == ()
-    assert snapshot(tmp_path / "core") == before
     second.close()
+    after = snapshot(tmp_path / "core")
+    assert before.items() <= after.items()
+    assert len(after) == len(before) + 1
+    prepare(source, small_options(), tmp_path / "core", factory=counting.factory).close()
+    assert snapshot(tmp_path / "core") == after
+
+
+def test_each_stored_program_is_executed_once_as_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    ran: list[str] = []
+    submit = DeviceRunner.submit
+
+    def spy(self: DeviceRunner, shape: Any, ints: Any, floats: Any) -> Any:
+        ran.append(shape.name)
+        return submit(self, shape, ints, floats)
+
+    monkeypatch.setattr(DeviceRunner, "submit", spy)
+    root = make(tmp_path, max_context=256, prefill_chunk=128)
+    everything, wide = set(ran), {name for name in ran if "t128" in name}
+    assert wide
+    for expected in (everything, everything - wide, everything - wide):
+        ran.clear()
+        load_core(root, model=ToyModel(), factory=FACTORY).close()
+        assert set(ran) == expected
+    (root / "programs" / f"{min(wide)}.bin").unlink()  # compiled again: a new file, not yet known to load
+    for expected in (everything - wide | {min(wide)}, everything - wide | {min(wide)}, everything - wide):
+        ran.clear()
+        load_core(root, model=ToyModel(), factory=FACTORY).close()
+        assert set(ran) == expected
+
+
+def full_disk(*arguments: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("place", ["preparation.write_manifest", "programs_store.write_manifest"])
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_a_disk_that_fills_up_costs_the_next_start_not_this_one(
+    tmp_path: Path, monkeypatch: Any, place: str, writes: int
+) -> None:
+    source, left = ToySource(tmp_path / "model"), [writes]
+
+    def limited(directory: Path, manifest: Any) -> None:
+        left[0] -= 1
+        (write_manifest if left[0] >= 0 else full_disk)(directory, manifest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"helios_jax.aot.{place}", limited)
+        with prepare(source, small_options(), tmp_path / "core", factory=FACTORY) as core:
+            assert len(core.catalog) == NUM_PROGRAMS
+            assert [note for note in core.notes if "No space left" in note] == list(core.notes)
+            assert len(core.notes) == 1
+            frame(core, core.catalog.of_kind(ProgramKind.DECODE)[0]).wait()
+    with prepare(source, small_options(), tmp_path / "core", factory=FACTORY) as core:
+        assert core.notes == ()
+    with load_core(tmp_path / "core", model=ToyModel(), factory=FACTORY) as core:
+        assert statuses(core) == {ProgramStatus.LOADED}
+
+
+def test_text_files_that_cannot_be_kept_are_read_from_the_model(tmp_path: Path, monkeypatch: Any) -> None:
+    source = ToySource(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr("helios_jax.aot.preparation.copy_text_files", full_disk)
+        with prepare(source, small_options(), tmp_path / "core", factory=FACTORY) as core:
+            assert core.source_info.text_path == source.directory
+            assert len(core.notes) == 1
+            assert "No space left" in core.notes[0]
+    with pytest.raises(CoreError, match="not prepared to the end"):
+        load_core(tmp_path / "core", model=ToyModel(), factory=FACTORY)
+    with prepare(source, small_options(), tmp_path / "core", factory=FACTORY) as core:
+        assert core.source_info.text_path == tmp_path / "core" / "text"
 
 
 def test_a_loaded_core_computes_what_the_made_one_did_without_its_model(tmp_path: Path) -> None:
@@ -179,7 +251,8 @@ def test_only_files_named_as_programs_are_removed_from_a_core(tmp_path: Path) ->
 
 def read_only(monkeypatch: Any) -> None:
     """As if every directory were on a read-only mount (permission bits do not stop root)."""
-    monkeypatch.setattr("helios_jax.aot.preparation.is_writable", lambda directory: False)
+    for module in ("claim", "preparation"):
+        monkeypatch.setattr(f"helios_jax.aot.{module}.is_writable", lambda directory: False)
 
 
 def test_a_read_only_core_is_loaded_and_not_touched(tmp_path: Path, monkeypatch: Any) -> None:
