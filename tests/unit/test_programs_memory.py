@@ -24,8 +24,8 @@ SHAPES = [
     ProgramShape(ProgramKind.DECODE, 1, 1),
     ProgramShape(ProgramKind.DECODE, 4, 1),
 ]
-# a pool of 16 MB (float32), so that a copy of it, or of one layer, cannot hide among temporaries
-DIMS = Dims(slots=4, pages_per_slot=16, num_pages=2049, page_size=32, vocab_size=61)
+# a pool of 32 MB (float32), so that a copy of it, or of one layer, cannot hide among temporaries
+DIMS = Dims(slots=4, pages_per_slot=16, num_pages=4097, page_size=32, vocab_size=61)
 
 
 def tree_bytes(tree: Any) -> int:
