@@ -79,6 +79,9 @@ async def test_time_to_first_token_counts_from_http_arrival() -> None:
             for stream in (True, False)
         ]
         await asyncio.sleep(0.2)
+        # Frame by frame: outputs of a free-running fake device reach a reader merged, without gaps.
+        while await asyncio.to_thread(gate.wait_for_frame, 1.0):
+            gate.step()
         gate.open()
         await asyncio.gather(*tasks)
         samples = await scrape(client)
