@@ -31,20 +31,22 @@ class CostTable:
     Attributes:
         estimate_ns: int64 [programs], 0 = indeterminate.
         observed_ns: int64 [programs], time of the last valid observation.
+        attempted_ns: int64 [programs], time of the last committed dispatch, whatever came of it.
         num_samples: int64 [programs], observations in the window, 0 to 9.
         samples_ns: int64 [programs, 9], oldest first; entries from `num_samples` on are 0.
     """
 
     estimate_ns: np.ndarray
     observed_ns: np.ndarray
+    attempted_ns: np.ndarray
     num_samples: np.ndarray
     samples_ns: np.ndarray
 
 
 def new_costs(num_programs: int) -> CostTable:
     """A table in which every program is indeterminate."""
-    estimate, observed, counts = np.zeros((3, num_programs), np.int64)
-    return _sealed(CostTable(estimate, observed, counts, np.zeros((num_programs, WINDOW), np.int64)))
+    estimate, observed, attempted, counts = np.zeros((4, num_programs), np.int64)
+    return _sealed(CostTable(estimate, observed, attempted, counts, np.zeros((num_programs, WINDOW), np.int64)))
 
 
 def durations_ms(costs: CostTable) -> np.ndarray:
@@ -55,6 +57,12 @@ def durations_ms(costs: CostTable) -> np.ndarray:
 def is_fresh(costs: CostTable, index: int, now_ns: int, ttl_ns: int) -> bool:
     """Whether the program is measured and not stale (stale means strictly more than the TTL)."""
     return bool(costs.estimate_ns[index] > 0 and now_ns - costs.observed_ns[index] <= ttl_ns)
+
+
+def stale(costs: CostTable, now_ns: int, ttl_ns: int) -> np.ndarray:
+    """bool [programs], measured but not fresh: the cost counts, the dispatch needs feedback."""
+    old: np.ndarray = (costs.estimate_ns > 0) & (now_ns - costs.observed_ns > ttl_ns)
+    return old
 
 
 def raw_device_ns(timing: ExecutionTiming) -> int:
@@ -75,9 +83,10 @@ def execution_ns(timing: ExecutionTiming) -> int:
     """Physical time that the frame took: what service and exploration budgets are charged.
 
     A queued frame takes its device interval; an isolated one the larger of that and its wall time.
+    Without a valid interval the wall time is all there is, for a queued frame as well.
     """
     raw = raw_device_ns(timing)
-    return raw if timing.queued else max(raw, timing.wall_ns)
+    return raw if timing.queued and raw else max(raw, timing.wall_ns)
 
 
 def observe(costs: CostTable, index: int, sample: int, now_ns: int, ttl_ns: int) -> CostTable:
@@ -91,7 +100,15 @@ def observe(costs: CostTable, index: int, sample: int, now_ns: int, ttl_ns: int)
     )
     estimate[index], observed[index], counts[index] = median_ns(window), now_ns, len(window)
     samples[index] = window + [0] * (WINDOW - len(window))
-    return _sealed(CostTable(estimate, observed, counts, samples))
+    return _sealed(CostTable(estimate, observed, costs.attempted_ns, counts, samples))
+
+
+def attempt(costs: CostTable, index: int, now_ns: int) -> CostTable:
+    """The table after a committed dispatch of a program."""
+    attempted = costs.attempted_ns.copy()
+    attempted[index] = now_ns
+    attempted.setflags(write=False)
+    return dataclasses.replace(costs, attempted_ns=attempted)
 
 
 def median_ns(window: list[int]) -> int:
@@ -103,6 +120,6 @@ def median_ns(window: list[int]) -> int:
 
 
 def _sealed(costs: CostTable) -> CostTable:
-    for column in (costs.estimate_ns, costs.observed_ns, costs.num_samples, costs.samples_ns):
+    for column in (costs.estimate_ns, costs.observed_ns, costs.attempted_ns, costs.num_samples, costs.samples_ns):
         column.setflags(write=False)
     return costs

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from helios_jax.scheduler.cost import execution_ns, is_fresh, new_costs, observe, raw_device_ns, sample_ns
+from helios_jax.scheduler.cost import (
+    attempt,
+    execution_ns,
+    is_fresh,
+    new_costs,
+    observe,
+    raw_device_ns,
+    sample_ns,
+    stale,
+)
 from helios_jax.scheduler.types import ExecutionTiming
 
 TTL = 30_000_000_000
@@ -48,9 +57,9 @@ def test_first_observation_of_a_stale_entry_replaces_and_restarts() -> None:
         costs = observe(costs, 0, 100, 0, TTL)
     fresh = observe(costs, 0, 900, TTL, TTL)
     assert (fresh.estimate_ns[0], fresh.num_samples[0]) == (100, 9)
-    stale = observe(costs, 0, 900, TTL + 1, TTL)
-    assert (stale.estimate_ns[0], stale.num_samples[0]) == (900, 1)
-    assert observe(stale, 0, 100, TTL + 2, TTL).estimate_ns[0] == 500
+    replaced = observe(costs, 0, 900, TTL + 1, TTL)
+    assert (replaced.estimate_ns[0], replaced.num_samples[0]) == (900, 1)
+    assert observe(replaced, 0, 100, TTL + 2, TTL).estimate_ns[0] == 500
 
 
 @pytest.mark.parametrize("sample", [0, -5])
@@ -67,3 +76,15 @@ def test_observations_of_a_frame() -> None:
     for invalid in (ExecutionTiming((), 20), ExecutionTiming((0, -3), 20)):
         assert (raw_device_ns(invalid), sample_ns(invalid), execution_ns(invalid)) == (0, 0, 20)
     assert sample_ns(ExecutionTiming((5,), 20, embedding_delay_ns=6)) == 0
+
+
+def test_a_queued_attempt_without_an_interval_takes_its_wall_time() -> None:
+    assert execution_ns(ExecutionTiming((0,), wall_ns=20, queued=True)) == 20
+
+
+def test_an_attempt_is_no_observation() -> None:
+    costs = attempt(observe(new_costs(2), 0, 100, 5, TTL), 0, TTL + 6)
+    assert (costs.attempted_ns.tolist(), costs.observed_ns.tolist()) == ([TTL + 6, 0], [5, 0])
+    assert stale(costs, TTL + 6, TTL).tolist() == [True, False]  # an unmeasured program is not stale
+    assert stale(costs, TTL + 5, TTL).tolist() == [False, False]
+    assert observe(costs, 0, 100, TTL + 7, TTL).attempted_ns.tolist() == [TTL + 6, 0]
