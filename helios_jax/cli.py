@@ -140,6 +140,12 @@ def _add_engine_options(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--scheduler-policy", choices=POLICIES, default="balanced", help="(%(default)s)")
     group.add_argument("--scheduler-terminal-value", type=float, metavar="V", help="value of retiring a request")
     group.add_argument("--scheduler-terminal-age-price", type=float, metavar="P", help="price of a waiting retirement")
+    group.add_argument(
+        "--scheduler-checkpoint-extra-work-fraction",
+        type=float,
+        metavar="F",
+        help="time of optional checkpoints per time of prefill and decode (0.05)",
+    )
 
 
 def _add_sampling_options(sub: argparse.ArgumentParser, max_tokens: int | None) -> None:
@@ -169,6 +175,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         policy=options.scheduler_policy,
         terminal_value=options.scheduler_terminal_value,
         terminal_age_price=options.scheduler_terminal_age_price,
+        checkpoint_extra_work_fraction=options.scheduler_checkpoint_extra_work_fraction,
     )
 
 

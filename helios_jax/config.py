@@ -38,7 +38,7 @@ class EngineConfig:
         trace: File that gets one JSON line a frame, or None.
         dump_dir: Where state and recent events go after an internal error; None is `cache_dir()/dumps`.
         policy: Scheduler preset, "balanced" or "throughput".
-        terminal_value, terminal_age_price: Override the preset's coefficients.
+        terminal_value, terminal_age_price, checkpoint_extra_work_fraction: Override the preset's coefficients.
 
     Raises:
         ConfigError: Naming the option, what was given and what is allowed.
@@ -51,6 +51,7 @@ class EngineConfig:
     policy: str = "balanced"
     terminal_value: float | None = None
     terminal_age_price: float | None = None
+    checkpoint_extra_work_fraction: float | None = None
 
     def __post_init__(self) -> None:
         queue = self.max_queue

@@ -76,7 +76,10 @@ class Engine:
     ) -> None:
         self.core, self.config, self.clock = core, config, clock
         policy = policy_preset(
-            config.policy, terminal_value=config.terminal_value, terminal_age_price=config.terminal_age_price
+            config.policy,
+            terminal_value=config.terminal_value,
+            terminal_age_price=config.terminal_age_price,
+            checkpoint_extra_work_fraction=config.checkpoint_extra_work_fraction,
         )
         self.scheduler = Scheduler(core.catalog, core.limits, policy)
         self.board = Board(core.limits.slots + config.max_queue)

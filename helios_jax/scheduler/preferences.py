@@ -18,6 +18,7 @@ _COEFFICIENTS = (
     "decode_age_price",
     "terminal_value",
     "terminal_age_price",
+    "checkpoint_extra_work_fraction",
 )
 
 
@@ -39,6 +40,8 @@ class PolicyConfig:
         adaptation_ms: tau, adaptation time of the service prices.
         estimate_ttl_ns: Age beyond which a duration estimate is stale.
         adaptive_verification_alpha: Exponent on prefix-survival estimates.
+        checkpoint_extra_work_fraction: Time that optional checkpoints of a request may take, per
+            estimated time of its uncached prefill; decode earns it for a terminal one.
 
     Raises:
         ConfigError: Naming the field, what was given and what is allowed.
@@ -53,6 +56,7 @@ class PolicyConfig:
     adaptation_ms: float = 100.0
     estimate_ttl_ns: int = 30_000_000_000
     adaptive_verification_alpha: float = 1.0
+    checkpoint_extra_work_fraction: float = 0.05
 
     def __post_init__(self) -> None:
         for name in _COEFFICIENTS:
@@ -72,9 +76,13 @@ POLICY_PRESETS = ("balanced", "throughput")
 
 
 def policy_preset(
-    name: str, *, terminal_value: float | None = None, terminal_age_price: float | None = None
+    name: str,
+    *,
+    terminal_value: float | None = None,
+    terminal_age_price: float | None = None,
+    checkpoint_extra_work_fraction: float | None = None,
 ) -> PolicyConfig:
-    """The preset `name`, with the terminal coefficients overridden where given.
+    """The preset `name`, with the coefficients overridden that are given.
 
     `balanced` is the defaults. `throughput` keeps token fairness and the output-token value
     and sets delivery fairness and decode-age price to zero; it can choose longer output bursts.
@@ -87,8 +95,9 @@ def policy_preset(
     policy = PolicyConfig()
     if name == "throughput":
         policy = dataclasses.replace(policy, delivery_fairness=0.0, decode_age_price=0.0)
-    if terminal_value is not None:
-        policy = dataclasses.replace(policy, terminal_value=terminal_value)
-    if terminal_age_price is not None:
-        policy = dataclasses.replace(policy, terminal_age_price=terminal_age_price)
-    return policy
+    overrides = {
+        "terminal_value": terminal_value,
+        "terminal_age_price": terminal_age_price,
+        "checkpoint_extra_work_fraction": checkpoint_extra_work_fraction,
+    }
+    return dataclasses.replace(policy, **{name: value for name, value in overrides.items() if value is not None})

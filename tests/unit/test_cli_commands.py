@@ -84,7 +84,8 @@ def test_user_errors_are_one_line_and_code_2(
 def test_serve_options_reach_core_and_engine() -> None:
     options = parser().parse_args(
         ["serve", "some/model", "--max-slots", "4", "--dtype", "bfloat16", "--scheduler-policy", "throughput",
-         "--scheduler-terminal-value", "0", "--trace", "t.jsonl", "--max-queue", "7"]
+         "--scheduler-terminal-value", "0", "--scheduler-checkpoint-extra-work-fraction", "0.1",
+         "--trace", "t.jsonl", "--max-queue", "7"]
     )  # fmt: skip
     assert options.model == "some/model"
     assert core_options(options) == {
@@ -93,6 +94,7 @@ def test_serve_options_reach_core_and_engine() -> None:
     }  # fmt: skip
     config = engine_config(options)
     assert (config.policy, config.terminal_value, config.max_queue) == ("throughput", 0.0, 7)
+    assert config.checkpoint_extra_work_fraction == 0.1
 
 
 def test_chat_streams_keeps_the_conversation_and_survives_ctrl_c() -> None:

@@ -25,6 +25,7 @@ def test_defaults_are_the_specification_s() -> None:
         "adaptation_ms": 100,
         "estimate_ttl_ns": 30_000_000_000,
         "adaptive_verification_alpha": 1,
+        "checkpoint_extra_work_fraction": 0.05,
     }
 
 
@@ -47,8 +48,11 @@ def test_zero_disables_a_coefficient_and_nothing_else(name: str) -> None:
 def test_presets() -> None:
     assert policy_preset("balanced") == PolicyConfig()
     assert policy_preset("throughput") == PolicyConfig(delivery_fairness=0.0, decode_age_price=0.0)
-    changed = policy_preset("throughput", terminal_value=3.0, terminal_age_price=0.0)
+    changed = policy_preset(
+        "throughput", terminal_value=3.0, terminal_age_price=0.0, checkpoint_extra_work_fraction=0.5
+    )
     assert (changed.terminal_value, changed.terminal_age_price, changed.delivery_fairness) == (3.0, 0.0, 0.0)
+    assert changed.checkpoint_extra_work_fraction == 0.5
     with pytest.raises(ConfigError, match="balanced, throughput"):
         policy_preset("fast")
 
