@@ -84,7 +84,7 @@ class Publisher:
                 effects.tokens += 1
                 served.add(event.handle)
                 self._take(sequence, event, ends.get(event.handle), fields, rows[event.handle], now_ns)
-            else:
+            elif isinstance(event, RequestFinished):
                 stop = event.stop_token
                 sequence.close(str(event.reason), None if stop is None or stop in self._eos else stop)
                 effects.ended.append(sequence)

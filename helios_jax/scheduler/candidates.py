@@ -12,9 +12,10 @@ import numpy as np
 
 from helios_jax.scheduler.cost import durations_ms
 from helios_jax.scheduler.service import Rates, current_rates
-from helios_jax.scheduler.state import DECODE, INITIALIZE, PROMPT, State
+from helios_jax.scheduler.state import DECODE, PROMPT, TERMINAL, State
 from helios_jax.scheduler.utility import (
     PromptRows,
+    Terms,
     Values,
     packed_cohorts,
     scaled_values,
@@ -30,8 +31,12 @@ class Candidates(NamedTuple):
 
     Attributes:
         first: int64 [C] program that would be submitted.
-        members: bool [C, slots] requests in that program's rows.
-        work: int64 [C, slots] tokens of each request in the token-producing stage.
+        follow: int64 [C] inference program that it prepares, -1 without one.
+        members: bool [C, slots] requests in the submitted program's rows.
+        lengths: int64 [C, slots] logical work of the submitted program: prompt tokens, ceilings
+            of target rows, 0 in state operations.
+        work: int64 [C, slots] the same of the token-producing stage.
+        prompt: int64 [C] slot in the prompt row of a mixed program that is submitted, -1.
         value: float64 [C] scaled service and age credit of the whole sequence.
         duration_ms: float64 [C] known time of the whole sequence; unmeasured stages add 0.
         known: bool [C] every stage has a measured duration.
@@ -39,12 +44,35 @@ class Candidates(NamedTuple):
     """
 
     first: np.ndarray
+    follow: np.ndarray
     members: np.ndarray
+    lengths: np.ndarray
     work: np.ndarray
+    prompt: np.ndarray
     value: np.ndarray
     duration_ms: np.ndarray
     known: np.ndarray
     padding: np.ndarray
+
+
+def single_stage(
+    first: np.ndarray, work: np.ndarray, value: np.ndarray, duration_ms: np.ndarray, padding: np.ndarray,
+    prompt: np.ndarray | None = None,
+) -> Candidates:  # fmt: skip
+    """Candidates whose submitted program produces the tokens itself; arguments as in `Candidates`."""
+    nobody = np.full(len(first), -1)
+    return Candidates(
+        first=first,
+        follow=nobody,
+        members=work > 0,
+        lengths=work,
+        work=work,
+        prompt=nobody if prompt is None else prompt,
+        value=value,
+        duration_ms=duration_ms,
+        known=duration_ms > 0,
+        padding=padding,
+    )
 
 
 class Decision(NamedTuple):
@@ -64,47 +92,80 @@ class Decision(NamedTuple):
     values: Values
     order: np.ndarray
 
+    def slots(self, mask: np.ndarray) -> np.ndarray:
+        """Slots of a bool [slots] mask, preferred order first."""
+        return self.order[mask[self.order]]
+
 
 def new_decision(state: State) -> Decision:
     """Freeze prices, ages and durations for one decision."""
     requests, rates, duration = state.requests, current_rates(state), durations_ms(state.costs)
-    decoding = requests.phase == DECODE
-    age_ms = np.where(decoding, (state.now_ns - requests.visible_ns) / NS_PER_MS, 0.0)
+    streaming, ending = requests.streams, requests.phase == TERMINAL
+    since_ns = np.where(ending, requests.terminal_ns, requests.visible_ns)
+    age_ms = np.where(streaming | ending, (state.now_ns - since_ns) / NS_PER_MS, 0.0)
     longest = 2.0 * float(duration.max(initial=0.0))  # a prerequisite and what follows it
-    values = scaled_values(
-        state.policy, rates.token_r, rates.delivery_r, rates.sigma, age_ms,
-        requests.runnable & ~decoding, decoding, longest,
+    terms = Terms(
+        rates.token_r, rates.delivery_r, np.where(ending, terminal_interval(state, duration), rates.sigma), age_ms,
+        requests.active & ~streaming, streaming, ending,
     )  # fmt: skip
     order = np.lexsort((np.arange(len(age_ms)), requests.last_use_ns))
-    return Decision(state, duration, rates, values, order)
+    return Decision(state, duration, rates, scaled_values(state.policy, terms, longest), order)
 
 
-def decode_candidates(decision: Decision) -> Candidates | None:
-    """One candidate a decode program: its highest additive lane values.
+def terminal_interval(state: State, duration_ms: np.ndarray) -> float:
+    """sigma of the snapshot family, K = k being the terminal requests; NaN if nothing is measured.
+
+    Source: scheduling-utility.md section 9, reading 6.
+    """
+    rows = state.programs.snapshot[duration_ms[state.programs.snapshot] > 0]
+    k = int(np.count_nonzero(state.requests.phase == TERMINAL))
+    if not k or not len(rows):
+        return np.nan
+    return float((k * duration_ms[rows] / np.minimum(state.programs.batch[rows], k)).min())
+
+
+def decode_values(decision: Decision, slots: np.ndarray, duration_ms: np.ndarray) -> np.ndarray:
+    """Scaled worth of one decode lane that ends after each duration; float64 [C, n].
 
     A lane is worth one output token, one delivery and its age credit c sigma (A + T); T is 0
     for a program without a measured duration.
     """
-    state, values = decision.state, decision.values
-    slots = decision.order[state.requests.phase[decision.order] == DECODE]
-    if not len(slots):
-        return None
-    rows = state.programs.decode
-    capacity, duration = state.programs.batch[rows], decision.duration_ms[rows]
+    values = decision.values
     service = values.output_token[slots] + values.delivery[slots]
-    lane_values = service + values.age_price[slots] * (values.age_ms[slots] + duration[:, None])
-    chosen, totals = top_cohorts(lane_values, capacity)
+    return service + values.age_price[slots] * (values.age_ms[slots] + duration_ms[:, None])
+
+
+def delivery_lanes(
+    decision: Decision, programs: np.ndarray, slots: np.ndarray, duration_ms: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Worth and target rows of each decoder in each delivering program, each lane for itself.
+
+    Args:
+        programs: int64 [C] row numbers.
+        slots: int64 [n] streams.
+        duration_ms: float64 [C] when the program's service ends, 0 if that is not known.
+
+    Returns:
+        Scaled values float64 [C, n] and rows int64 [C, n]; 0 and 0 where a stream cannot take part.
+    """
+    rates = decision.rates
+    feasible = rates.feasible[rates.family[slots]][:, programs].T
+    values = decode_values(decision, slots, duration_ms)
+    return np.where(feasible, values, 0.0), feasible.astype(np.int64)
+
+
+def decode_candidates(decision: Decision) -> Candidates | None:
+    """One candidate a decode program: its highest additive lane values."""
+    state = decision.state
+    slots = decision.slots(state.requests.phase == DECODE)
+    rows = state.programs.decode
+    if not len(slots) or not len(rows):
+        return None
+    capacity, duration = state.programs.batch[rows], decision.duration_ms[rows]
+    chosen, totals = top_cohorts(decode_values(decision, slots, duration), capacity)
     keep = undominated(chosen, capacity[:, None])
-    members = scatter(chosen[keep], slots, state.limits.slots)
-    return Candidates(
-        first=rows[keep],
-        members=members,
-        work=members.astype(np.int64),
-        value=totals[keep],
-        duration_ms=duration[keep],
-        known=duration[keep] > 0,
-        padding=capacity[keep] - members.sum(axis=1),
-    )
+    work = scatter(chosen[keep].astype(np.int64), slots, state.limits.slots)
+    return single_stage(rows[keep], work, totals[keep], duration[keep], capacity[keep] - work.sum(axis=1))
 
 
 def prefill_candidates(decision: Decision, *, scored: bool) -> Candidates | None:
@@ -119,36 +180,49 @@ def prefill_candidates(decision: Decision, *, scored: bool) -> Candidates | None
     programs = prompt_programs(decision, slots, scored)
     tokens, capacity = state.programs.tokens[programs], state.programs.batch[programs]
     lengths, totals = packed_cohorts(prompt_rows(decision, slots), tokens, capacity, max_new=0)
-    keep = undominated(lengths, np.stack([capacity, tokens], axis=1))
+    keep = undominated(lengths, np.stack([capacity, tokens], axis=1)) & (lengths > 0).any(axis=1)
     keep &= ~redundant_unmeasured(decision, programs, lengths, slots, scored)
     work = scatter(lengths[keep], slots, state.limits.slots)
-    duration = decision.duration_ms[programs][keep]
-    return Candidates(
-        first=programs[keep],
-        members=work > 0,
-        work=work,
-        value=totals[keep],
-        duration_ms=duration,
-        known=duration > 0,
-        padding=prompt_padding(tokens[keep], capacity[keep], work),
-    )
+    padding = prompt_padding(tokens[keep], capacity[keep], work)
+    return single_stage(programs[keep], work, totals[keep], decision.duration_ms[programs][keep], padding)
 
 
 def prompt_slots(decision: Decision, phase: int, scored: bool) -> np.ndarray:
     """Slots of one phase whose prompts use the given kind of program, preferred order first."""
-    requests, order = decision.state.requests, decision.order
-    return order[(requests.phase[order] == phase) & (requests.scored[order] == scored)]
+    requests = decision.state.requests
+    return decision.slots((requests.phase == phase) & (requests.scored == scored))
 
 
-def prompt_rows(decision: Decision, slots: np.ndarray) -> PromptRows:
-    """Work and scaled prices of prompts. Finishing one earns an output token, no delivery and no age."""
+def prompt_rows(decision: Decision, slots: np.ndarray, newly_ready: np.ndarray | None = None) -> PromptRows:
+    """Work and scaled prices of prompts. Finishing one earns an output token, no delivery and no age.
+
+    Args:
+        newly_ready: bool [n] rows that a prerequisite in the same sequence makes ready.
+    """
     requests, values = decision.state.requests, decision.values
+    ends = (requests.boundary[slots] == requests.prompt_len[slots]) & (requests.max_tokens[slots] > 0)
     return PromptRows(
-        remaining=requests.prompt_len[slots] - requests.consumed_len[slots],
+        remaining=requests.boundary[slots] - requests.consumed_len[slots],
         token_value=values.prompt_token[slots],
-        bonus=np.where(requests.max_tokens[slots] > 0, values.output_token[slots], 0.0),
-        newly_ready=requests.phase[slots] == INITIALIZE,
+        bonus=np.where(ends, values.output_token[slots], 0.0),
+        newly_ready=np.zeros(len(slots), np.bool_) if newly_ready is None else newly_ready,
+        atoms=_atoms(decision.state, slots),
     )
+
+
+def _atoms(state: State, slots: np.ndarray) -> np.ndarray | None:
+    """Image spans that the next prefill of each prompt may touch, int64 [n, spans, 2], or None."""
+    if not state.requests.window_images[slots].any():
+        return None
+    spans: list[list[tuple[int, int]]] = []
+    for slot in slots.tolist():
+        spec, consumed = state.specs[slot], int(state.requests.consumed_len[slot])
+        images = spec.image_spans if spec else ()
+        spans.append([(span.start - consumed, span.end - consumed) for span in images if span.end > consumed])
+    atoms = np.zeros((len(slots), max(1, *map(len, spans)), 2), np.int64)
+    for row, relative in enumerate(spans):
+        atoms[row, : len(relative)] = np.array(relative, np.int64).reshape(-1, 2)
+    return atoms
 
 
 def prompt_programs(decision: Decision, slots: np.ndarray, scored: bool) -> np.ndarray:
@@ -161,7 +235,7 @@ def prompt_programs(decision: Decision, slots: np.ndarray, scored: bool) -> np.n
     state = decision.state
     rows = state.programs.scored_prefill if scored else state.programs.prefill
     capacity, tokens = state.programs.batch[rows], state.programs.tokens[rows]
-    remaining = np.sort(state.requests.prompt_len[slots] - state.requests.consumed_len[slots])[::-1]
+    remaining = np.sort(state.requests.boundary[slots] - state.requests.consumed_len[slots])[::-1]
     usable_rows = np.minimum(capacity, len(slots))
     usable_tokens = np.minimum(tokens, np.cumsum(remaining)[usable_rows - 1])
     return rows[undominated(np.stack([usable_rows, usable_tokens], 1), np.stack([capacity, tokens], 1))]

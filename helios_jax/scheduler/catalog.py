@@ -53,7 +53,7 @@ class ProgramShape:
         batch_capacity: B, request rows.
         token_capacity: Prompt tokens packed over all rows of a prefill; W, the target
             rows a request including its pending token, of a speculative or mixed program;
-            1 for decode; 0 for state operations.
+            features an image of a vision program; 1 for decode; 0 for state operations.
         proposal_depth: D, captured proposals.
         packed_capacity: P, target rows over all lanes.
         prefill_capacity: Prompt tokens of the prompt row of a mixed program; else 0.

@@ -17,10 +17,22 @@ import numpy as np
 
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler import cost
-from helios_jax.scheduler.lifecycle import count_finish, next_endpoint, release
+from helios_jax.scheduler.lifecycle import count_finish, release
 from helios_jax.scheduler.programs import index_of
+from helios_jax.scheduler.records import check_timing, checked_records, has_ended
 from helios_jax.scheduler.service import charge_deliveries, charge_tokens
-from helios_jax.scheduler.state import DECODE, PROMPT, REASONS, RETIRING, Counters, Frame, Interval, Requests, State
+from helios_jax.scheduler.stages import arrive, enter, open_window, set_bounds
+from helios_jax.scheduler.state import (
+    REASONS,
+    RESTORE,
+    RETIRING,
+    TERMINAL,
+    Counters,
+    Frame,
+    Interval,
+    Requests,
+    State,
+)
 from helios_jax.scheduler.types import (
     CompletionRecord,
     Event,
@@ -31,12 +43,12 @@ from helios_jax.scheduler.types import (
     Lane,
     LaneRole,
     RequestFinished,
+    RequestHandle,
+    RequestRebound,
+    RequestSpec,
 )
 
-_MAX_TOKEN = 2**31
-_INTEGERS = (int, np.integer)
 _ERROR, _STOP, _LENGTH = FinishReason.ERROR, FinishReason.STOP, FinishReason.LENGTH
-_INITIALIZE, _PROMPT = LaneRole.INITIALIZE, LaneRole.PROMPT
 
 
 def complete(
@@ -54,16 +66,18 @@ def complete(
     if frame is None:
         ignored = dataclasses.replace(state.counters, ignored_completions=state.counters.ignored_completions + 1)
         return dataclasses.replace(state, counters=ignored), ()
-    _check_timing(timing)
-    ordered = _checked_records(frame, records)
+    check_timing(timing)
+    if frame is not state.frames[0]:
+        raise InvariantError(f"fence {fence} completed before fence {state.frames[0].fence}; the device is serial")
+    ordered = checked_records(state, frame, records)
     requests, counters = state.requests.draft(), state.counters
     before = requests.consumed_len + requests.output_len
     visible_before = requests.delivery_r.copy()
     events: list[Event] = []
     ended: list[int] = []
     for lane, record in zip(frame.plan.lanes, ordered, strict=True):
-        if requests.phase[lane.handle.slot] == RETIRING:
-            continue  # cancelled while it ran: the device's work is dropped
+        if has_ended(state, lane):
+            continue  # cancelled while it ran, or ended in the frame before: the work is dropped
         reason = _advance(state, requests, lane, record, events)
         if reason is not None:
             ended.append(lane.handle.slot)
@@ -82,58 +96,9 @@ def complete(
         costs=cost.observe(state.costs, index, cost.sample_ns(timing), state.now_ns, state.policy.estimate_ttl_ns),
         frames=tuple(other for other in state.frames if other is not frame),
         interval=interval,
-        counters=_count_execution(counters, frame, execution, measured=raw > 0),
+        counters=_count_execution(counters, frame, execution, measured=raw > 0, rebound=_count_rebound(events)),
     )
     return release(completed), tuple(events)
-
-
-def _check_timing(timing: ExecutionTiming) -> None:
-    values = (*timing.device_ns, timing.wall_ns, timing.embedding_delay_ns)
-    if not all(_is_integer(value) for value in values):
-        raise InvariantError(f"execution times must be integers of nanoseconds, got {timing}")
-    if timing.wall_ns < 0 or timing.embedding_delay_ns < 0 or max(values) >= 2**62:
-        raise InvariantError(
-            f"wall time and embedding delay must be nonnegative and times below 2**62 ns, got {timing}"
-        )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, _INTEGERS) and not isinstance(value, bool)
-
-
-def _checked_records(frame: Frame, records: Sequence[CompletionRecord]) -> list[CompletionRecord]:
-    """One valid record a lane, in lane order."""
-    lanes = frame.plan.lanes
-    by_handle = {record.handle: record for record in records}
-    if len(records) != len(lanes) or len(by_handle) != len(lanes):
-        raise InvariantError(f"fence {frame.fence} has {len(lanes)} lanes, its completion names {len(by_handle)} "
-                             f"requests in {len(records)} records")  # fmt: skip
-    ordered = []
-    for lane in lanes:
-        record = by_handle.get(lane.handle)
-        if record is None:
-            raise InvariantError(f"fence {frame.fence} completed without {lane.handle}")
-        _check_lane(frame.fence, lane, record)
-        ordered.append(record)
-    return ordered
-
-
-def _check_lane(fence: Fence, lane: Lane, record: CompletionRecord) -> None:
-    """The device did exactly what the lane says; an invalid lane may lack its token."""
-    end, tokens = lane.start + lane.length, record.tokens
-    if not _is_integer(record.consumed) or record.consumed != lane.length:
-        problem = f"consumed {record.consumed!r} tokens, {lane.length} were scheduled"
-    elif not _is_integer(record.committed_len) or record.committed_len != end:
-        problem = f"committed {record.committed_len!r}, expected {end}"
-    elif not isinstance(record.valid, (bool, np.bool_)):
-        problem = f"valid must be a boolean, got {record.valid!r}"
-    elif len(tokens) != lane.emits and (record.valid or len(tokens)):
-        problem = f"sampled {len(tokens)} tokens, expected {int(lane.emits)}"
-    elif record.valid and not all(_is_integer(token) and 0 <= token < _MAX_TOKEN for token in tokens):
-        problem = f"{tokens!r} are not token ids"
-    else:
-        return
-    raise InvariantError(f"fence {fence}, {lane.handle}: {problem}")
 
 
 def _advance(
@@ -143,46 +108,79 @@ def _advance(
     slot, spec = lane.handle.slot, state.specs[lane.handle.slot]
     assert spec is not None  # an occupied slot has its spec: invariant 4
     requests.epoch[slot] += 1
+    if lane.role is LaneRole.SNAPSHOT and lane.row == requests.state_row[slot]:
+        _captured(requests, slot, spec)  # a failed copy never fails the request
+        return None
     if not record.valid:
         events.append(RequestFinished(lane.handle, _ERROR))
         return _ERROR
-    if lane.role is _INITIALIZE:
-        requests.phase[slot] = PROMPT
+    if lane.role is LaneRole.DECODE:
+        return _append_tokens(requests, lane, record.tokens, spec, events)
+    if lane.role is not LaneRole.PROMPT:
+        _pass_stage(state, requests, lane, spec, events)
         return None
     requests.committed_len[slot] += lane.length
-    if lane.role is _PROMPT:
-        consumed = int(requests.consumed_len[slot]) + lane.length
-        requests.consumed_len[slot] = consumed
-        if consumed < len(spec.prompt):
-            requests.endpoint[slot] = next_endpoint(spec, consumed)
-            return None
-        requests.phase[slot] = DECODE
-        requests.visible_ns[slot] = state.now_ns
-        if not lane.emits:  # a scored prompt without output
-            events.append(RequestFinished(lane.handle, _LENGTH))
-            return _LENGTH
-    return _append_token(requests, lane, int(record.tokens[0]), spec.stop_token_ids, spec.output_len, events)
-
-
-def _append_token(
-    requests: Requests, lane: Lane, token: int, stops: frozenset[int], earlier: int, events: list[Event]
-) -> FinishReason | None:
-    slot = lane.handle.slot
-    count = int(requests.output_len[slot]) + 1
-    requests.output_len[slot] = count
-    events.append(GeneratedToken(lane.handle, token, earlier + count - 1))
-    if token in stops:
-        events.append(RequestFinished(lane.handle, _STOP, token))
-        return _STOP
-    if count >= requests.max_tokens[slot]:
+    requests.consumed_len[slot] += lane.length
+    set_bounds(requests, slot, spec)
+    finished = requests.consumed_len[slot] == len(spec.prompt)
+    arrive(requests, slot, spec)
+    if not finished:
+        return None
+    requests.visible_ns[slot] = state.now_ns
+    if not lane.emits:  # a scored prompt without output
         events.append(RequestFinished(lane.handle, _LENGTH))
         return _LENGTH
+    return _append_tokens(requests, lane, record.tokens, spec, events)
+
+
+def _captured(requests: Requests, slot: int, spec: RequestSpec) -> None:
+    """The armed row holds the state, or the copy failed: go on either way."""
+    requests.state_row[slot] = 0
+    if requests.phase[slot] == TERMINAL:
+        requests.phase[slot] = RETIRING
+    else:
+        arrive(requests, slot, spec)
+
+
+def _pass_stage(state: State, requests: Requests, lane: Lane, spec: RequestSpec, events: list[Event]) -> None:
+    """A prerequisite other than an optional snapshot is over."""
+    slot = lane.handle.slot
+    if lane.role is LaneRole.SNAPSHOT:  # the private row at the end of an image window
+        requests.restore_row[slot], requests.phase[slot] = requests.private_row[slot], RESTORE
+        return
+    if lane.role is LaneRole.VISION:
+        requests.images_done[slot] += 1
+    elif lane.role is LaneRole.RESTORE and lane.row and lane.row == requests.private_row[slot]:
+        requests.generation[slot] += 1
+        requests.restore_row[slot] = 0
+        open_window(requests, slot, spec, state.limits)
+        set_bounds(requests, slot, spec)
+        events.append(RequestRebound(lane.handle, RequestHandle(slot, int(requests.generation[slot]))))
+    enter(requests, slot, spec)
+
+
+def _append_tokens(
+    requests: Requests, lane: Lane, tokens: tuple[int, ...], spec: RequestSpec, events: list[Event]
+) -> FinishReason | None:
+    """Commit sampled tokens up to the first one that ends the output; later ones are censored."""
+    slot = lane.handle.slot
+    for token in map(int, tokens):
+        requests.committed_len[slot] += lane.role is LaneRole.DECODE
+        count = int(requests.output_len[slot]) + 1
+        requests.output_len[slot] = count
+        events.append(GeneratedToken(lane.handle, token, spec.output_len + count - 1))
+        if token in spec.stop_token_ids:
+            events.append(RequestFinished(lane.handle, _STOP, token))
+            return _STOP
+        if count >= spec.max_tokens:
+            events.append(RequestFinished(lane.handle, _LENGTH))
+            return _LENGTH
     return None
 
 
 def _members(requests: Requests, frame: Frame) -> np.ndarray:
     """bool [slots]: participants of the interval that still run; one that was freed meanwhile has no history."""
-    return (frame.participants == requests.generation) & requests.runnable
+    return (frame.participants == requests.generation) & requests.active
 
 
 def _charge(state: State, requests: Requests, frame: Frame, duration_ms: float, served: np.ndarray) -> None:
@@ -211,7 +209,11 @@ def _interval(
     return Interval(frame.fence, duration_ms, emitted, frame.delivery_n, delivery_r, published)
 
 
-def _count_execution(counters: Counters, frame: Frame, execution_ns: int, *, measured: bool) -> Counters:
+def _count_rebound(events: list[Event]) -> int:
+    return sum(isinstance(event, RequestRebound) for event in events)
+
+
+def _count_execution(counters: Counters, frame: Frame, execution_ns: int, *, measured: bool, rebound: int) -> Counters:
     reason = REASONS.index(frame.plan.reason)
     executions, nanoseconds = list(counters.executions), list(counters.execution_ns)
     executions[reason] += 1
@@ -220,5 +222,6 @@ def _count_execution(counters: Counters, frame: Frame, execution_ns: int, *, mea
         counters,
         executions=tuple(executions),
         execution_ns=tuple(nanoseconds),
+        rebound=counters.rebound + rebound,
         unmeasured_frames=counters.unmeasured_frames + (not measured),
     )

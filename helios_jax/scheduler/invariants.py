@@ -27,13 +27,11 @@ import numpy as np
 
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler.cost import WINDOW, median_ns
-from helios_jax.scheduler.programs import physical_tokens
+from helios_jax.scheduler.programs import misfit
 from helios_jax.scheduler.resources import pages_for
 from helios_jax.scheduler.service import MAX_R, MIN_R
-from helios_jax.scheduler.state import MAX_FRAMES, REQUEST_COLUMNS, Phase, State
-
-_OWNED_COLUMNS = ("prompt_len", "max_tokens", "scored", "consumed_len", "committed_len", "output_len", "endpoint",
-                  "reserved_pages", "last_fence", "last_use_ns", "visible_ns")  # fmt: skip
+from helios_jax.scheduler.state import OWNED_COLUMNS, REQUEST_COLUMNS, Phase, State
+from helios_jax.scheduler.types import LaneRole
 
 
 def check_invariants(state: State) -> None:
@@ -68,15 +66,20 @@ def _reservations(state: State) -> str | None:
 
 
 def _coverage(state: State) -> str | None:
-    written = state.requests.committed_len.copy()
+    written, requests = state.requests.written_len, state.requests
+    reach = requests.committed_len.copy()
     for frame in state.frames:
         for lane in frame.plan.lanes:
-            written[lane.handle.slot] = max(written[lane.handle.slot], lane.start + lane.length)
+            if lane.role in (LaneRole.PROMPT, LaneRole.DECODE):
+                reach[lane.handle.slot] = max(reach[lane.handle.slot], lane.start + lane.length)
+    owned = requests.phase != Phase.FREE
+    if (reach > written)[owned & (requests.phase != Phase.RESTORE)].any():
+        return f"positions up to {reach} are in use, written are {written}"
     needed = np.array([pages_for(int(tokens), state.limits.page_size) for tokens in written])
     held = np.array([len(table) for table in state.pool.tables])
-    # A retiring slot may hold the page of a token that its last frame wrote and nobody counted.
-    exact = state.requests.phase != Phase.RETIRING
-    if (held < needed).any() or (held != needed)[exact].any():
+    # A restore takes its pages when it is committed, not when the request is admitted.
+    exact = owned & ~np.isin(requests.phase, (Phase.RESTORE, Phase.EXTERNAL, Phase.RETIRING))
+    if (held > needed).any() or (held != needed)[exact].any():
         return f"slots hold {held} pages, {needed} are written"
     return None
 
@@ -87,7 +90,7 @@ def _occupancy(state: State) -> str | None:
         return f"unknown phase in {requests.phase}"
     for slot in range(state.limits.slots):
         if requests.phase[slot] == Phase.FREE:
-            blank = all(getattr(requests, name)[slot] == 0 for name in _OWNED_COLUMNS)
+            blank = all(getattr(requests, name)[slot] == 0 for name in OWNED_COLUMNS)
             blank &= bool(np.isnan(requests.token_r[slot]) and np.isnan(requests.delivery_r[slot]))
             if not blank or state.specs[slot] is not None:
                 return f"free slot {slot} is not blank"
@@ -105,10 +108,17 @@ def _lengths(state: State) -> str | None:
         )
         if spec is None or (prompt, int(r.max_tokens[slot])) != (len(spec.prompt), spec.max_tokens):
             return f"slot {slot} disagrees with its spec"
+        decoding = consumed == prompt and committed == prompt + output - 1 and 1 <= output < spec.max_tokens
+        prompting = consumed == committed < prompt and output == 0
         agrees = {
             Phase.INITIALIZE: consumed == committed == output == 0,
-            Phase.PROMPT: consumed == committed < prompt and output == 0,
-            Phase.DECODE: consumed == prompt and committed == prompt + output - 1 and 1 <= output < spec.max_tokens,
+            Phase.RESTORE: prompting and consumed > 0,
+            Phase.EXTERNAL: prompting and consumed > 0,
+            Phase.VISION: prompting and r.images_done[slot] < r.window_images[slot],
+            Phase.SNAPSHOT: prompting or decoding,
+            Phase.PROMPT: prompting and consumed < r.boundary[slot] <= prompt,
+            Phase.DECODE: decoding,
+            Phase.TERMINAL: 0 <= consumed <= prompt and 0 <= output <= spec.max_tokens,
             Phase.RETIRING: 0 <= consumed <= prompt and 0 <= output <= spec.max_tokens,
         }
         if not agrees[Phase(phase)]:
@@ -119,8 +129,12 @@ def _lengths(state: State) -> str | None:
 
 def _fences(state: State) -> str | None:
     fences = [frame.fence for frame in state.frames]
-    if len(fences) > MAX_FRAMES or fences != sorted(set(fences)) or (fences and fences[-1] != state.last_fence):
-        return f"fences {fences} in a window of {MAX_FRAMES}, the last was {state.last_fence}"
+    if (
+        len(fences) > state.limits.frames
+        or fences != sorted(set(fences))
+        or (fences and fences[-1] != state.last_fence)
+    ):
+        return f"fences {fences} in a window of {state.limits.frames}, the last was {state.last_fence}"
     if state.interval and any(fence <= state.interval.fence for fence in fences):
         return f"fences {fences} are outstanding although {state.interval.fence} is complete"
     last = {lane.handle.slot: frame.fence for frame in state.frames for lane in frame.plan.lanes}
@@ -161,11 +175,11 @@ def _durations(state: State) -> str | None:
 def _totals(state: State) -> str | None:
     c = state.counters
     ended = sum(c.finished) + c.cancelled + c.preempted
-    running = int(np.count_nonzero(state.requests.runnable))
+    running = int(np.count_nonzero(state.requests.active | (state.requests.phase == Phase.EXTERNAL)))
     if c.admitted != ended + running:
         return f"{c.admitted} admitted, {ended} ended and {running} running"
-    if c.admitted != int(state.requests.generation.sum()):
-        return f"{c.admitted} admitted, {state.requests.generation.sum()} generations given out"
+    if c.admitted + c.rebound != int(state.requests.generation.sum()):
+        return f"{c.admitted} admitted, {c.rebound} rebound, {state.requests.generation.sum()} generations given out"
     if sum(c.programs) != sum(c.executions) + len(state.frames):
         return f"{sum(c.programs)} programs committed, {sum(c.executions)} executed, {len(state.frames)} in flight"
     return None
@@ -206,13 +220,12 @@ def _endpoints(state: State) -> str | None:
 
 def _plans(state: State) -> str | None:
     for frame in state.frames:
-        plan, slots = frame.plan, [lane.handle.slot for lane in frame.plan.lanes]
+        plan = frame.plan
         if plan.shape not in state.catalog.shapes:
             return f"{plan.shape.name} is not in the catalogue"
-        if not 1 <= len(slots) <= plan.shape.batch_capacity or len(set(slots)) != len(slots):
-            return f"{plan.shape.name} runs slots {slots}"
-        if sum(lane.length for lane in plan.lanes) > physical_tokens(plan.shape):
-            return f"{plan.shape.name} runs {sum(lane.length for lane in plan.lanes)} tokens"
+        problem = misfit(plan.shape, plan.lanes, plan.prompt_row)
+        if problem:
+            return f"{plan.shape.name} runs {problem}"
     return None
 
 

@@ -17,19 +17,26 @@ import numpy as np
 
 from helios_jax.errors import CapacityError, InvariantError, RequestError, StalePlanError
 from helios_jax.scheduler.policy import needs_feedback
-from helios_jax.scheduler.programs import KINDS, index_of, physical_tokens
+from helios_jax.scheduler.programs import KINDS, index_of, lane_width, misfit, physical_tokens
 from helios_jax.scheduler.resources import PagePool, give_back, pages_for, take
 from helios_jax.scheduler.service import corrected_deliveries, current_rates
+from helios_jax.scheduler.stages import check_images, first_stage
 from helios_jax.scheduler.state import (
     DECODE,
+    EXTERNAL,
     FINISHES,
     FREE,
     INITIALIZE,
-    MAX_FRAMES,
+    OWNED_COLUMNS,
     PROMPT,
+    RESTORE,
     RETIRING,
+    SNAPSHOT,
+    TERMINAL,
+    VISION,
     Counters,
     Frame,
+    Requests,
     State,
 )
 from helios_jax.scheduler.types import (
@@ -81,6 +88,7 @@ def required_pages(state: State, spec: RequestSpec) -> int:
         raise RequestError(message, param="output_len", code="invalid_value")
     if spec.scored and not len(state.programs.scored_prefill):
         raise RequestError("this core has no scored prefill programs", param="prompt_logprobs", code="unsupported")
+    _check_stages(state, spec)
     total = prompt_len + spec.max_tokens
     if total > limits.max_context:
         message = (
@@ -88,7 +96,7 @@ def required_pages(state: State, spec: RequestSpec) -> int:
             f"the limit is {limits.max_context}; shorten the prompt or lower max_tokens"
         )
         raise RequestError(message, param="prompt", code="context_length_exceeded")
-    needed = pages_for(total, limits.page_size)
+    needed = pages_for(total + limits.draft_extent, limits.page_size)
     if needed > limits.pages:
         message = (
             f"{prompt_len} prompt tokens and max_tokens {spec.max_tokens} need {needed} pages of "
@@ -96,6 +104,25 @@ def required_pages(state: State, spec: RequestSpec) -> int:
         )
         raise RequestError(message, param="max_tokens", code="context_length_exceeded")
     return needed
+
+
+def _check_stages(state: State, spec: RequestSpec) -> None:
+    """Whether the catalogue has the programs that the request's stages need."""
+    programs = state.programs
+    rows = programs.scored_prefill if spec.scored else programs.prefill
+    largest_image = int(programs.tokens[programs.vision].max(initial=0))
+    check_images(spec, state.limits, int(programs.tokens[rows].max(initial=0)), largest_image)
+    if spec.restored_len and not len(programs.restore):
+        raise RequestError("this core has no restore programs", param="restored_len", code="unsupported")
+    if spec.external and not spec.restored_len:
+        raise RequestError("external state needs its length", param="restored_len", code="invalid_value")
+    features = sum(span.end - span.start for span in spec.image_spans if span.end > spec.restored_len)
+    if features > state.limits.feature_tokens and not (len(programs.snapshot) and len(programs.restore)):
+        message = (
+            f"the images have {features} features, the storage holds {state.limits.feature_tokens} and this core "
+            "has no snapshot and restore programs to work in windows"
+        )
+        raise RequestError(message, param="image_spans", code="unsupported")
 
 
 def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestHandle]:
@@ -114,12 +141,11 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
         raise CapacityError(f"the request needs a slot and {needed} pages; {slots} slots and {free} pages are free")
     slot = int(np.flatnonzero(state.requests.phase == FREE)[0])
     requests = state.requests.draft()
-    requests.phase[slot] = INITIALIZE
     requests.generation[slot] += 1
     requests.epoch[slot] += 1
     requests.prompt_len[slot], requests.max_tokens[slot] = len(spec.prompt), spec.max_tokens
-    requests.scored[slot] = spec.scored
-    requests.endpoint[slot] = next_endpoint(spec, 0)
+    requests.scored[slot], requests.constraints[slot] = spec.scored, int(spec.constraints)
+    first_stage(requests, slot, spec, state.limits)
     requests.reserved_pages[slot], requests.last_use_ns[slot] = needed, now_ns
     specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])
     counters = dataclasses.replace(state.counters, admitted=state.counters.admitted + 1)
@@ -129,10 +155,30 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
     return admitted, RequestHandle(slot, int(requests.generation[slot]))
 
 
-def next_endpoint(spec: RequestSpec, consumed: int) -> int:
-    """The first message end after `consumed` prompt tokens, or the end of the prompt."""
-    prompt_len = len(spec.prompt)
-    return min((end for end in spec.message_ends if consumed < end < prompt_len), default=prompt_len)
+def external_ready(state: State, handle: RequestHandle) -> State:
+    """The external state of a request has arrived: its restore may be selected from now on."""
+    if not _holds(state, handle) or state.requests.phase[handle.slot] != EXTERNAL:
+        return state
+    requests = state.requests.draft()
+    requests.phase[handle.slot] = RESTORE
+    requests.epoch[handle.slot] += 1
+    return dataclasses.replace(state, requests=requests.sealed())
+
+
+def offer_copy(state: State, handle: RequestHandle, proposals: int) -> State:
+    """The host can supply `proposals` copied tokens for the next round of a decoding request.
+
+    Raises:
+        InvariantError: A negative number, or a handle that was never given out.
+    """
+    if proposals < 0:
+        raise InvariantError(f"{handle} offers {proposals} proposals")
+    if not _holds(state, handle) or state.requests.proposals[handle.slot] == proposals:
+        return state
+    offered = state.requests.proposals.copy()
+    offered[handle.slot] = proposals
+    offered.setflags(write=False)
+    return dataclasses.replace(state, requests=dataclasses.replace(state.requests, proposals=offered))
 
 
 def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
@@ -150,58 +196,70 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
     if fence <= state.last_fence:
         raise InvariantError(f"fence {fence} does not follow {state.last_fence}")
     alone = plan.required_empty_queue or needs_feedback(state, index)
-    if state.frames and (alone or len(state.frames) >= MAX_FRAMES):
+    if state.frames and (alone or len(state.frames) >= state.limits.frames):
         why = "needs completion feedback" if alone else "finds a full window"
         raise StalePlanError(f"{plan.shape.name} {why} while fence {state.frames[-1].fence} is outstanding")
     slots = _checked_lanes(state, plan)
     requests, rates = state.requests.draft(), current_rates(state)
-    participants = np.where(requests.runnable, requests.generation, 0)
+    participants = np.where(requests.active, requests.generation, 0)
     frame = Frame(fence, plan, state.now_ns, participants, rates.token_n, rates.delivery_n, rates.token_r)
     for column in (participants, rates.token_n, rates.delivery_n, rates.token_r):
         column.setflags(write=False)
     requests.last_fence[slots], requests.last_use_ns[slots] = fence, state.now_ns
     requests.epoch[slots] += 1
+    _extend_written(requests, plan, state.limits.draft_extent)
     return dataclasses.replace(
         state,
         requests=requests.sealed(),
-        pool=_take_pages(state, plan),
+        pool=_take_pages(state.pool, requests, slots, state.limits.page_size),
         frames=(*state.frames, frame),
         last_fence=fence,
         counters=_count_tokens(state.counters, plan),
     )
 
 
-_PHASE_OF_ROLE = {LaneRole.INITIALIZE: INITIALIZE, LaneRole.PROMPT: PROMPT, LaneRole.DECODE: DECODE}
+def _extend_written(requests: Requests, plan: ScheduledPlan, draft_extent: int) -> None:
+    """Note how far the program may write: the whole ceiling, and the declared draft storage."""
+    for lane in plan.lanes:
+        extent = draft_extent if lane.role is LaneRole.DECODE and lane_width(plan.shape) > 1 else 0
+        end = lane.start + lane.length + extent if lane.role in _WRITING_ROLES else lane.start
+        requests.written_len[lane.handle.slot] = max(int(requests.written_len[lane.handle.slot]), end)
+
+
+_WRITING_ROLES = (LaneRole.PROMPT, LaneRole.DECODE)
+_PHASES_OF_ROLE = {
+    LaneRole.INITIALIZE: (INITIALIZE,),
+    LaneRole.RESTORE: (RESTORE,),
+    LaneRole.VISION: (VISION,),
+    LaneRole.SNAPSHOT: (SNAPSHOT, TERMINAL),
+    LaneRole.PROMPT: (PROMPT,),
+    LaneRole.DECODE: (DECODE,),
+}
 
 
 def _checked_lanes(state: State, plan: ScheduledPlan) -> np.ndarray:
     """Slots of the plan's lanes, every one still as it was when the plan was made."""
     requests, lanes = state.requests, plan.lanes
-    if not 1 <= len(lanes) == len(plan.epochs) <= plan.shape.batch_capacity:
-        raise StalePlanError(f"{plan.shape.name} cannot run {len(lanes)} lanes with {len(plan.epochs)} epochs")
-    table = np.array([(*lane.handle, lane.start, lane.length) for lane in lanes], np.int64)
-    slots, generations, starts, lengths = table.T
-    if lengths.sum() > physical_tokens(plan.shape) or len(set(slots.tolist())) != len(lanes):
-        raise StalePlanError(f"the lanes do not fit {plan.shape.name}")
+    problem = misfit(plan.shape, lanes, plan.prompt_row)
+    if problem or len(lanes) != len(plan.epochs):
+        raise StalePlanError(f"{plan.shape.name} cannot run {problem or f'{len(plan.epochs)} epochs'}")
+    table = np.array([(*lane.handle, lane.start) for lane in lanes], np.int64)
+    slots, generations, starts = table.T
     if slots.min() < 0 or slots.max() >= state.limits.slots:
         raise StalePlanError(f"{plan.shape.name} names slots {slots}, there are {state.limits.slots}")
-    phases = np.array([_PHASE_OF_ROLE[lane.role] for lane in lanes])
     current = (requests.generation[slots] == generations) & (requests.epoch[slots] == np.array(plan.epochs))
-    current &= (requests.phase[slots] == phases) & (requests.committed_len[slots] == starts)
+    current &= requests.committed_len[slots] == starts
+    current &= [phase in _PHASES_OF_ROLE[lane.role] for lane, phase in zip(lanes, requests.phase[slots], strict=True)]
     if not current.all():
         handle = lanes[int(np.flatnonzero(~current)[0])].handle
         raise StalePlanError(f"{handle} changed or lost its slot since the plan was made; plan again")
     return slots
 
 
-def _take_pages(state: State, plan: ScheduledPlan) -> PagePool:
-    size, held = state.limits.page_size, state.pool.held.tolist()
-    needs = [
-        (lane.handle.slot, more)
-        for lane in plan.lanes
-        if (more := pages_for(lane.start + lane.length, size) - held[lane.handle.slot]) > 0
-    ]
-    return take(state.pool, needs) if needs else state.pool
+def _take_pages(pool: PagePool, requests: Requests, slots: np.ndarray, page_size: int) -> PagePool:
+    missing = -(-requests.written_len[slots] // page_size) - pool.held[slots]
+    needs = [(slot, more) for slot, more in zip(slots.tolist(), missing.tolist(), strict=True) if more > 0]
+    return take(pool, needs) if needs else pool
 
 
 def _count_tokens(counters: Counters, plan: ScheduledPlan) -> Counters:
@@ -244,7 +302,7 @@ def published_outputs(state: State, handles: Sequence[RequestHandle], fence: Fen
             raise InvariantError(f"fence {fence} served no tokens to {handle}")
     named = np.array([handle.slot for handle in handles], np.int64)
     requests = state.requests
-    current = (requests.generation[named] == interval.served[named]) & (requests.phase[named] == DECODE)
+    current = (requests.generation[named] == interval.served[named]) & requests.streams[named]
     slots = named[current & ~interval.published[named]]
     if not len(slots):
         return state
@@ -293,7 +351,17 @@ def count_finish(counters: Counters, reason: FinishReason) -> Counters:
 
 
 def _is_running(state: State, handle: RequestHandle) -> bool:
-    """Whether the handle's request may still be selected.
+    """Whether the handle's request has not ended.
+
+    Raises:
+        InvariantError: The handle was never given out.
+    """
+    held = _holds(state, handle)
+    return held and (bool(state.requests.active[handle.slot]) or state.requests.phase[handle.slot] == EXTERNAL)
+
+
+def _holds(state: State, handle: RequestHandle) -> bool:
+    """Whether the handle's generation is the slot's current one.
 
     Raises:
         InvariantError: The handle was never given out.
@@ -301,7 +369,7 @@ def _is_running(state: State, handle: RequestHandle) -> bool:
     slot, generation = handle
     if not 0 <= slot < state.limits.slots or not 1 <= generation <= state.requests.generation[slot]:
         raise InvariantError(f"{handle} was never given out")
-    return bool(state.requests.generation[slot] == generation and state.requests.runnable[slot])
+    return bool(state.requests.generation[slot] == generation and state.requests.phase[slot] != FREE)
 
 
 def retire(state: State, slots: list[int]) -> State:
@@ -322,8 +390,7 @@ def release(state: State) -> State:
     if not slots:
         return state
     requests, specs = state.requests.draft(), list(state.specs)
-    for name in ("phase", "prompt_len", "max_tokens", "scored", "consumed_len", "committed_len", "output_len",
-                 "endpoint", "reserved_pages", "last_fence", "last_use_ns", "visible_ns"):  # fmt: skip
+    for name in OWNED_COLUMNS:
         getattr(requests, name)[slots] = 0
     requests.token_r[slots] = requests.delivery_r[slots] = np.nan
     for slot in slots:

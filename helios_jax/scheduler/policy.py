@@ -23,8 +23,9 @@ from helios_jax.scheduler.candidates import Candidates, Decision, decode_candida
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.cost import is_fresh
 from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
-from helios_jax.scheduler.prerequisites import initialize_candidates
-from helios_jax.scheduler.state import MAX_FRAMES, State
+from helios_jax.scheduler.prerequisites import prerequisite_candidates
+from helios_jax.scheduler.stages import next_features
+from helios_jax.scheduler.state import Requests, State
 from helios_jax.scheduler.types import Lane, LaneRole, RequestHandle, ScheduledPlan, SelectionReason
 
 __all__ = ["POLICY_PRESETS", "PolicyConfig", "needs_feedback", "plan_next", "policy_preset", "scores"]
@@ -32,9 +33,14 @@ __all__ = ["POLICY_PRESETS", "PolicyConfig", "needs_feedback", "plan_next", "pol
 _NEVER = np.iinfo(np.int64).max
 _ROLES = {
     ProgramKind.INITIALIZE: LaneRole.INITIALIZE,
+    ProgramKind.RESTORE: LaneRole.RESTORE,
+    ProgramKind.VISION: LaneRole.VISION,
+    ProgramKind.SNAPSHOT: LaneRole.SNAPSHOT,
+    ProgramKind.SPECULATIVE: LaneRole.DECODE,
     ProgramKind.PREFILL: LaneRole.PROMPT,
     ProgramKind.SCORED_PREFILL: LaneRole.PROMPT,
     ProgramKind.DECODE: LaneRole.DECODE,
+    ProgramKind.MIXED: LaneRole.DECODE,  # but for its prompt row
 }
 
 
@@ -43,7 +49,7 @@ def plan_next(state: State) -> ScheduledPlan | None:
 
     Cost: O(programs x slots) array work, no loop over their product.
     """
-    if len(state.frames) >= MAX_FRAMES or not state.requests.runnable.any():
+    if state.frames or not state.requests.runnable.any():
         return None
     decision = new_decision(state)
     candidates = _all_candidates(decision)
@@ -74,9 +80,8 @@ def needs_feedback(state: State, index: int) -> bool:
 
 def _all_candidates(decision: Decision) -> Candidates | None:
     blocks = [decode_candidates(decision)]
-    for scored in (False, True):
-        blocks.append(prefill_candidates(decision, scored=scored))
-        blocks.extend(initialize_candidates(decision, scored=scored))
+    blocks += [prefill_candidates(decision, scored=scored) for scored in (False, True)]
+    blocks += prerequisite_candidates(decision)
     found = [block for block in blocks if block is not None]
     if len(found) < 2:
         return found[0] if found else None
@@ -111,29 +116,39 @@ def _plan(decision: Decision, candidates: Candidates, row: int, rates: np.ndarra
     state, index = decision.state, int(candidates.first[row])
     shape = state.catalog.shapes[index]
     slots = np.flatnonzero(candidates.members[row])
+    prompt = int(candidates.prompt[row])
     estimate = int(state.costs.estimate_ns[index])
     return ScheduledPlan(
         shape=shape,
-        lanes=_lanes(state, _ROLES[shape.kind], slots, candidates.work[row]),
+        lanes=_lanes(state, shape.kind, slots, candidates.lengths[row], prompt),
         epochs=tuple(state.requests.epoch[slots].tolist()),
         estimated_duration_ns=estimate,
         value_rate=float(rates[row]),
         log_scale=decision.values.log_scale,
         reason=SelectionReason.ORDINARY if estimate else SelectionReason.DISCOVERY,
         required_empty_queue=needs_feedback(state, index),
+        prompt_row=int(np.searchsorted(slots, prompt)) if prompt >= 0 else -1,
     )
 
 
-def _lanes(state: State, role: LaneRole, slots: np.ndarray, work: np.ndarray) -> tuple[Lane, ...]:
-    requests = state.requests
+def _lanes(state: State, kind: ProgramKind, slots: np.ndarray, lengths: np.ndarray, prompt: int) -> tuple[Lane, ...]:
+    requests, role = state.requests, _ROLES[kind]
+    roles = [LaneRole.PROMPT if slot == prompt else role for slot in slots.tolist()]
+    starts, lengths = requests.committed_len[slots], lengths[slots]
+    ends = (starts + lengths == requests.prompt_len[slots]) & (requests.max_tokens[slots] > 0)
+    emits = np.array([ends[i] if lane is LaneRole.PROMPT else lane is LaneRole.DECODE for i, lane in enumerate(roles)])
     handles = map(RequestHandle, slots.tolist(), requests.generation[slots].tolist())
-    starts = requests.committed_len[slots]
-    lengths = np.zeros_like(starts) if role is LaneRole.INITIALIZE else work[slots]
-    if role is LaneRole.PROMPT:
-        emits = (starts + lengths == requests.prompt_len[slots]) & (requests.max_tokens[slots] > 0)
-    else:
-        emits = np.full(len(slots), role is LaneRole.DECODE)
-    return tuple(
-        Lane(handle, role, *rest)
-        for handle, *rest in zip(handles, starts.tolist(), lengths.tolist(), emits.tolist(), strict=True)
-    )
+    if kind is ProgramKind.VISION:
+        lengths = next_features(state, slots)
+    columns = (starts.tolist(), lengths.tolist(), emits.tolist(), _rows(requests, kind, slots))
+    return tuple(Lane(handle, lane, *rest) for handle, lane, *rest in zip(handles, roles, *columns, strict=True))
+
+
+def _rows(requests: Requests, kind: ProgramKind, slots: np.ndarray) -> list[int]:
+    """State row or image of each lane, 0 where there is none."""
+    if kind is ProgramKind.SNAPSHOT:
+        armed = requests.state_row[slots]
+        return np.where(armed > 0, armed, requests.private_row[slots]).tolist()
+    if kind is ProgramKind.RESTORE:
+        return requests.restore_row[slots].tolist()
+    return requests.images_done[slots].tolist() if kind is ProgramKind.VISION else [0] * len(slots)

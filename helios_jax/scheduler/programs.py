@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from helios_jax.errors import ConfigError, InvariantError
-from helios_jax.scheduler.catalog import Catalog, ProgramKind, ProgramShape
+from helios_jax.scheduler.catalog import Allocation, Catalog, ProgramKind, ProgramShape, ProposalSource
+from helios_jax.scheduler.types import Lane, LaneRole
 
 KINDS = tuple(ProgramKind)  # order of every per-kind counter
 
@@ -18,17 +20,51 @@ class ProgramTable:
     """Read-only int64 columns in the order of the catalogue, and the rows of each kind.
 
     Attributes:
-        batch: [programs] request rows.
-        tokens: [programs] token capacity.
-        decode, prefill, scored_prefill, initialize: Row numbers of the kind.
+        batch: [programs] request rows B.
+        tokens: [programs] token capacity: prompt tokens of a prefill, W of a round.
+        width: [programs] target rows that one decoding lane can use: min(D + 1, W) of a round,
+            1 for decode, 0 where nothing decodes.
+        depth: [programs] proposal depth D.
+        packed: [programs] P, target rows over all decoding lanes; 0 where nothing decodes.
+        prompt: [programs] prompt tokens of a prefill or of a mixed program's prompt row.
+        source: [programs] index in `SOURCES`.
+        device_allocates: bool [programs], the device allocates target rows.
+        decode, prefill, ... : Row numbers of the kind; `delivering` are all that decode.
     """
 
     batch: np.ndarray
     tokens: np.ndarray
+    width: np.ndarray
+    depth: np.ndarray
+    packed: np.ndarray
+    prompt: np.ndarray
+    source: np.ndarray
+    device_allocates: np.ndarray
     decode: np.ndarray
     prefill: np.ndarray
     scored_prefill: np.ndarray
     initialize: np.ndarray
+    speculative: np.ndarray
+    mixed: np.ndarray
+    vision: np.ndarray
+    snapshot: np.ndarray
+    restore: np.ndarray
+    delivering: np.ndarray
+
+
+SOURCES = tuple(ProposalSource)
+_ROW_COLUMNS = {
+    "decode": (ProgramKind.DECODE,),
+    "prefill": (ProgramKind.PREFILL,),
+    "scored_prefill": (ProgramKind.SCORED_PREFILL,),
+    "initialize": (ProgramKind.INITIALIZE,),
+    "speculative": (ProgramKind.SPECULATIVE,),
+    "mixed": (ProgramKind.MIXED,),
+    "vision": (ProgramKind.VISION,),
+    "snapshot": (ProgramKind.SNAPSHOT,),
+    "restore": (ProgramKind.RESTORE,),
+    "delivering": (ProgramKind.DECODE, ProgramKind.SPECULATIVE, ProgramKind.MIXED),
+}
 
 
 def tabulate(catalog: Catalog) -> ProgramTable:
@@ -37,24 +73,53 @@ def tabulate(catalog: Catalog) -> ProgramTable:
     Raises:
         ConfigError: No program of a kind without which no request can be served.
     """
+    rows = {
+        name: np.array([i for i, shape in enumerate(catalog) if shape.kind in kinds], np.int64)
+        for name, kinds in _ROW_COLUMNS.items()
+    }
+    for names in (("initialize",), ("prefill",), ("decode", "speculative")):
+        if not any(len(rows[name]) for name in names):
+            raise ConfigError(
+                f"the catalogue has no {' or '.join(names)} program; it needs initialize, prefill and decode programs"
+            )
+    columns = {
+        "batch": [shape.batch_capacity for shape in catalog],
+        "tokens": [shape.token_capacity for shape in catalog],
+        "width": [lane_width(shape) for shape in catalog],
+        "depth": [shape.proposal_depth for shape in catalog],
+        "packed": [packed_rows(shape) for shape in catalog],
+        "prompt": [prompt_capacity(shape) for shape in catalog],
+        "source": [SOURCES.index(shape.proposal_source) for shape in catalog],
+    }
+    table = ProgramTable(
+        **{name: np.array(column, np.int64) for name, column in columns.items()},
+        device_allocates=np.array([shape.allocation is Allocation.PREFIX_LIMIT for shape in catalog]),
+        **rows,
+    )
+    for field in dataclasses.fields(table):
+        getattr(table, field.name).setflags(write=False)
+    return table
 
-    def rows(kind: ProgramKind, needed: bool = True) -> np.ndarray:
-        found = [i for i, shape in enumerate(catalog) if shape.kind is kind]
-        if needed and not found:
-            raise ConfigError(f"the catalogue has no {kind} program; it needs initialize, prefill and decode programs")
-        return np.array(found, np.int64)
 
-    columns = [
-        np.array([shape.batch_capacity for shape in catalog], np.int64),
-        np.array([shape.token_capacity for shape in catalog], np.int64),
-        rows(ProgramKind.DECODE),
-        rows(ProgramKind.PREFILL),
-        rows(ProgramKind.SCORED_PREFILL, needed=False),
-        rows(ProgramKind.INITIALIZE),
-    ]
-    for column in columns:
-        column.setflags(write=False)
-    return ProgramTable(*columns)
+def lane_width(shape: ProgramShape) -> int:
+    """Target rows that one decoding lane can use, its pending token included."""
+    if shape.kind is ProgramKind.SPECULATIVE or shape.kind is ProgramKind.MIXED:
+        return max(1, min(shape.proposal_depth + 1, shape.token_capacity))
+    return 1 if shape.kind is ProgramKind.DECODE else 0
+
+
+def packed_rows(shape: ProgramShape) -> int:
+    """Target rows over all decoding lanes."""
+    if shape.kind is ProgramKind.SPECULATIVE:
+        return shape.packed_capacity
+    return shape.batch_capacity * lane_width(shape)
+
+
+def prompt_capacity(shape: ProgramShape) -> int:
+    """Prompt tokens that one execution can consume."""
+    if shape.kind in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL):
+        return shape.token_capacity
+    return shape.prefill_capacity
 
 
 def index_of(catalog: Catalog, shape: ProgramShape) -> int:
@@ -71,6 +136,42 @@ def index_of(catalog: Catalog, shape: ProgramShape) -> int:
 
 def physical_tokens(shape: ProgramShape) -> int:
     """Token rows that one execution computes, used or not; 0 for state operations."""
-    if shape.kind in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL):
-        return shape.token_capacity
-    return shape.batch_capacity if shape.kind is ProgramKind.DECODE else 0
+    if shape.kind is ProgramKind.SPECULATIVE:
+        return shape.packed_capacity
+    if shape.kind is ProgramKind.MIXED:
+        return shape.prefill_capacity + (shape.batch_capacity - 1) * shape.token_capacity
+    if shape.kind is ProgramKind.VISION:
+        return shape.batch_capacity * shape.token_capacity
+    return prompt_capacity(shape) + packed_rows(shape)
+
+
+def misfit(shape: ProgramShape, lanes: Sequence[Lane], prompt_row: int = -1) -> str:
+    """Why the lanes cannot run in one execution of the shape; empty if they can.
+
+    Lane ceilings of a device-allocated round may sum above P; everything else must fit.
+    """
+    lengths = [lane.length for lane in lanes]
+    if not 1 <= len(lanes) <= shape.batch_capacity:
+        return f"{len(lanes)} lanes in {shape.batch_capacity} rows"
+    if len({lane.handle.slot for lane in lanes}) != len(lanes):
+        return f"slots {[lane.handle.slot for lane in lanes]} repeat"
+    if shape.kind is not ProgramKind.MIXED and prompt_row >= 0:
+        return f"prompt row {prompt_row} in a program of kind {shape.kind}"
+    decoding = [lane for row, lane in enumerate(lanes) if lane.role is LaneRole.DECODE]
+    if shape.kind is ProgramKind.MIXED:
+        prompts = [row for row, lane in enumerate(lanes) if lane.role is LaneRole.PROMPT]
+        if prompts != ([prompt_row] if prompt_row >= 0 else []):
+            return f"prompt rows {prompts}, prompt_row says {prompt_row}"
+        if prompts and not 1 <= lengths[prompt_row] <= shape.prefill_capacity:
+            return f"{lengths[prompt_row]} prompt tokens in {shape.prefill_capacity}"
+    elif shape.kind is ProgramKind.VISION:
+        if max(lengths) > shape.token_capacity:
+            return f"an image of {max(lengths)} features in {shape.token_capacity}"
+    elif not decoding and sum(lengths) > physical_tokens(shape):
+        return f"{sum(lengths)} tokens in {physical_tokens(shape)}"
+    if any(not 1 <= lane.length <= lane_width(shape) for lane in decoding):
+        return f"lanes of {[lane.length for lane in decoding]} target rows, {lane_width(shape)} at most"
+    packed = sum(lane.length for lane in decoding)
+    if shape.allocation is Allocation.QUERY_LENGTH and packed > packed_rows(shape):
+        return f"{packed} target rows in {packed_rows(shape)}"
+    return ""

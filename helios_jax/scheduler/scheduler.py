@@ -86,6 +86,12 @@ class Scheduler:
     def preempt(self, handle: RequestHandle) -> None:
         self._state = lifecycle.preempt(self._state, handle)
 
+    def external_ready(self, handle: RequestHandle) -> None:
+        self._state = lifecycle.external_ready(self._state, handle)
+
+    def offer_copy(self, handle: RequestHandle, proposals: int) -> None:
+        self._state = lifecycle.offer_copy(self._state, handle, proposals)
+
     def page_table(self, handle: RequestHandle) -> np.ndarray:
         """int32 [used pages] of a request that owns its slot, in position order, read-only.
 

@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from helios_jax.scheduler.catalog import ProposalSource
 from helios_jax.scheduler.cost import durations_ms
-from helios_jax.scheduler.state import DECODE, State
+from helios_jax.scheduler.programs import SOURCES
+from helios_jax.scheduler.state import State
+from helios_jax.scheduler.types import FEEDBACK, Constraint
 
 MIN_R, MAX_R = 1e-300, 1e300  # ms per unit; no formula stays positive and finite for every float64 input
 
@@ -60,7 +63,7 @@ def update(
 
 def reference_intervals(
     family: np.ndarray, feasible: np.ndarray, duration_ms: np.ndarray, capacity: np.ndarray
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """sigma of every delivery-bearing stream: K * min T / min(capacity, k) over its family.
 
     Args:
@@ -70,35 +73,57 @@ def reference_intervals(
         capacity: int64 [programs] batch capacities.
 
     Returns:
-        float64 [slots], NaN where sigma is unknown.
+        float64 [slots], NaN where sigma is unknown; int64 [slots] the minimising program, -1.
     """
-    sigma = np.full(len(family), np.nan)
+    sigma, program = np.full(len(family), np.nan), np.full(len(family), -1)
     streams = int(np.count_nonzero(family >= 0))
+    measured = duration_ms > 0
     for number in range(len(feasible)):
         members = family == number
         k = int(np.count_nonzero(members))
-        usable = feasible[number] & (duration_ms > 0)
-        if k and usable.any():
-            sigma[members] = streams * (duration_ms[usable] / np.minimum(capacity[usable], k)).min()
-    return sigma
+        usable = np.flatnonzero(feasible[number] & measured)
+        if k and len(usable):
+            share = duration_ms[usable] / np.minimum(capacity[usable], k)
+            best = int(share.argmin())
+            sigma[members], program[members] = streams * share[best], usable[best]
+    return sigma, program
+
+
+# Constraints that change which programs can serve a stream, or when.
+_FAMILY = int(FEEDBACK | Constraint.NO_LEARNED | Constraint.NO_COPY)
+_NO_LEARNED, _NO_COPY, _OFFERS = int(Constraint.NO_LEARNED), int(Constraint.NO_COPY), 1 << 20
+_LEARNED, _COPY = SOURCES.index(ProposalSource.LEARNED), SOURCES.index(ProposalSource.COPY)
 
 
 def stream_families(state: State) -> tuple[np.ndarray, np.ndarray]:
-    """Families of the decoding streams: (family [slots], feasible [families, programs]).
+    """Families of the decoding streams: (family int64 [slots], feasible bool [families, programs]).
 
-    A family is the set of streams that the same programs can serve. Nothing restricts a
-    stream of this catalogue, so all decoders are one family, served by the decode programs.
+    A family is the set of streams with the same grammar, proposal, history and feedback
+    restrictions, so that the same programs can serve them.
     """
-    family = np.where(state.requests.phase == DECODE, 0, -1)
-    feasible = np.zeros((1, len(state.catalog)), np.bool_)
-    feasible[0, state.programs.decode] = True
+    requests, programs = state.requests, state.programs
+    family = np.full(len(requests.phase), -1)
+    streams = np.flatnonzero(requests.streams)
+    if not len(streams):
+        return family, np.zeros((0, len(state.catalog)), np.bool_)
+    keys = (requests.constraints[streams] & _FAMILY) + _OFFERS * (requests.proposals[streams] > 0)
+    kinds, family[streams] = np.unique(keys, return_inverse=True)
+    feasible = np.zeros((len(kinds), len(state.catalog)), np.bool_)
+    feasible[:, programs.delivering] = True
+    for number, key in enumerate(kinds.tolist()):
+        if key & _NO_LEARNED:
+            feasible[number] &= programs.source != _LEARNED
+        if key & _NO_COPY or not key & _OFFERS:
+            feasible[number] &= programs.source != _COPY
     return family, feasible
 
 
 class Rates(NamedTuple):
     """What one decision or commit knows of service; float64 [slots], NaN = unknown.
 
-    `token_r` and `delivery_r` include the first values of requests without history.
+    `token_r` and `delivery_r` include the first values of requests without history. `family`
+    (int64 [slots], -1) and `feasible` (bool [families, programs]) say which programs can serve
+    which stream; `reference` is the program behind each sigma, -1 where it is unknown.
     """
 
     token_r: np.ndarray
@@ -106,6 +131,9 @@ class Rates(NamedTuple):
     sigma: np.ndarray
     token_n: np.ndarray
     delivery_n: np.ndarray
+    family: np.ndarray
+    feasible: np.ndarray
+    reference: np.ndarray
 
 
 def current_rates(state: State) -> Rates:
@@ -115,33 +143,32 @@ def current_rates(state: State) -> Rates:
     """
     requests, duration = state.requests, durations_ms(state.costs)
     family, feasible = stream_families(state)
-    sigma = reference_intervals(family, feasible, duration, state.programs.batch)
+    sigma, reference = reference_intervals(family, feasible, duration, state.programs.batch)
     with np.errstate(divide="ignore", over="ignore"):
         delivery_n = 1.0 / sigma
         # E, the expected committed tokens of a decode lane, is 1: its token normaliser is 1 / sigma.
-        participants = int(np.count_nonzero(requests.runnable))
-        token_n = np.where(
-            requests.phase == DECODE, delivery_n, prompt_normalisers(state, duration) / max(1, participants)
-        )
+        participants = int(np.count_nonzero(requests.active))
+        token_n = np.where(family >= 0, delivery_n, prompt_normalisers(state, duration) / max(1, participants))
         first = clamp(participants / token_n)
     token_r = np.where(np.isnan(requests.token_r), first, requests.token_r)
     delivery_r = np.where(np.isnan(requests.delivery_r), sigma, requests.delivery_r)
-    return Rates(token_r, delivery_r, sigma, token_n, delivery_n)
+    return Rates(token_r, delivery_r, sigma, token_n, delivery_n, family, feasible, reference)
 
 
 def prompt_normalisers(state: State, duration_ms: np.ndarray) -> np.ndarray:
     """float64 [slots]: max over measured prompt programs of (prompt tokens usable now / T)."""
-    requests = state.requests
-    remaining = requests.prompt_len - requests.consumed_len
-    best = np.full(len(remaining), np.nan)
-    waiting = requests.runnable & (remaining > 0)
+    requests, programs = state.requests, state.programs
+    usable_now = requests.boundary - requests.consumed_len
+    best = np.full(len(usable_now), np.nan)
+    waiting = requests.active & (usable_now > 0)
     if not waiting.any():
         return best
-    for rows, scored in ((state.programs.prefill, False), (state.programs.scored_prefill, True)):
+    unscored = np.concatenate([programs.prefill, programs.mixed])
+    for rows, scored in ((unscored, False), (programs.scored_prefill, True)):
         measured = rows[duration_ms[rows] > 0]
         members = waiting & (requests.scored == scored)
         if len(measured) and members.any():
-            usable = np.minimum(state.programs.tokens[measured, None], remaining[members])
+            usable = np.minimum(programs.prompt[measured, None], usable_now[members])
             best[members] = (usable / duration_ms[measured, None]).max(axis=0)
     return best
 

@@ -3,11 +3,17 @@
 It deliberately knows no clock, device, queue of waiting requests or token text. The life of
 a slot:
 
-1. FREE. `admit` gives it a new generation, reserves worst-case pages: INITIALIZE.
-2. An initialise program completes: PROMPT. Prefills complete until the prompt is consumed.
-3. The last prefill samples the first token: DECODE, one pending token on the device.
-4. The request ends (stop token, length, error, host stop, cancel, preempt). With a frame in
-   flight that names it, it is RETIRING until that fence completes; then FREE.
+1. FREE. `admit` gives it a new generation, reserves worst-case pages: INITIALIZE, RESTORE when
+   saved state is to come back, EXTERNAL while that state is still on its way.
+2. The program of that stage completes: VISION while images of the active window are not
+   encoded, then PROMPT. Prefills complete until the prompt is consumed; each stops at the
+   next `boundary`.
+3. At a boundary with an armed state row: SNAPSHOT, and on from there. Between two windows of
+   images: SNAPSHOT into a private row, RESTORE from it under a fresh generation, VISION.
+4. The last prefill samples the first token: DECODE, one pending token on the device.
+5. The request ends (stop token, length, error, host stop, cancel, preempt). TERMINAL if its
+   state is worth a snapshot. With a frame in flight that names it, it is RETIRING until that
+   fence completes; then FREE.
 """
 
 from __future__ import annotations
@@ -28,23 +34,27 @@ from helios_jax.scheduler.programs import KINDS, ProgramTable, tabulate
 from helios_jax.scheduler.resources import PagePool, new_pool
 from helios_jax.scheduler.types import Fence, FinishReason, Limits, RequestSpec, ScheduledPlan, SelectionReason
 
-MAX_FRAMES = 1  # frames in flight: the next plan waits for the completion of the one before
 REASONS = tuple(SelectionReason)
 FINISHES = tuple(FinishReason)
 
 
 class Phase(enum.IntEnum):
-    """Where the occupant of a slot is; the runnable phases are 1 to 3."""
+    """Where the occupant of a slot is; ordered so that a range of phases is a comparison."""
 
     FREE = 0
     INITIALIZE = 1
-    PROMPT = 2
-    DECODE = 3
-    RETIRING = 4
+    RESTORE = 2
+    VISION = 3
+    SNAPSHOT = 4  # blocked until its state is copied; the request goes on afterwards
+    PROMPT = 5
+    DECODE = 6
+    TERMINAL = 7  # the response is complete, its state waits to be copied
+    EXTERNAL = 8
+    RETIRING = 9
 
 
 # Plain integers for comparisons with columns: an enum member costs a lookup each time.
-FREE, INITIALIZE, PROMPT, DECODE, RETIRING = (int(phase) for phase in Phase)
+(FREE, INITIALIZE, RESTORE, VISION, SNAPSHOT, PROMPT, DECODE, TERMINAL, EXTERNAL, RETIRING) = (int(p) for p in Phase)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +70,17 @@ class Requests:
         consumed_len: Prompt tokens that have been through a prefill.
         committed_len: Tokens whose keys and values are in the cache.
         output_len: Tokens sampled since admission.
+        written_len: Positions that the submitted programs may have written; pages cover them.
+        constraints: A `Constraint`.
+        proposals: Copy proposals that the host offers for the next round.
+        boundary: Position after `consumed_len` where the next prefill must stop at the latest.
         endpoint: Next message or prompt endpoint after `consumed_len`.
+        images_done: Images whose features are prepared or consumed.
+        window_images: Images up to the end of the active window.
+        state_row: Armed destination of the next snapshot, 0 if none.
+        private_row: Row of a request that spans several image windows, 0 if none.
+        restore_row: Row that the next restore reads, 0 if the caller knows it.
+        terminal_ns: When a TERMINAL request was known to be at its end.
         reserved_pages: Worst-case pages promised at admission.
         last_fence: Last fence that names the slot, 0 if none.
         last_use_ns: Last dispatch, or arrival before the first.
@@ -78,7 +98,17 @@ class Requests:
     consumed_len: np.ndarray
     committed_len: np.ndarray
     output_len: np.ndarray
+    written_len: np.ndarray
+    constraints: np.ndarray
+    proposals: np.ndarray
+    boundary: np.ndarray
     endpoint: np.ndarray
+    images_done: np.ndarray
+    window_images: np.ndarray
+    state_row: np.ndarray
+    private_row: np.ndarray
+    restore_row: np.ndarray
+    terminal_ns: np.ndarray
     reserved_pages: np.ndarray
     last_fence: np.ndarray
     last_use_ns: np.ndarray
@@ -98,11 +128,24 @@ class Requests:
     @property
     def runnable(self) -> np.ndarray:
         """bool [slots], the residents that a plan may name."""
+        return (self.phase >= INITIALIZE) & (self.phase <= TERMINAL)
+
+    @property
+    def active(self) -> np.ndarray:
+        """bool [slots], the residents that still consume or produce tokens: the participants of service."""
         return (self.phase >= INITIALIZE) & (self.phase <= DECODE)
+
+    @property
+    def streams(self) -> np.ndarray:
+        """bool [slots], active decoders, those that wait for a snapshot included."""
+        blocked = (self.phase == SNAPSHOT) & (self.consumed_len == self.prompt_len)
+        return (self.phase == DECODE) | blocked
 
 
 _COLUMN_VALUES = operator.attrgetter(*(field.name for field in dataclasses.fields(Requests)))
 REQUEST_COLUMNS = tuple(field.name for field in dataclasses.fields(Requests))
+# What belongs to the occupant of a slot and goes with it.
+OWNED_COLUMNS = tuple(name for name in REQUEST_COLUMNS if name not in ("generation", "epoch", "token_r", "delivery_r"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,6 +204,7 @@ class Counters:
     finished: tuple[int, ...] = (0,) * len(FINISHES)
     cancelled: int = 0
     preempted: int = 0
+    rebound: int = 0
     ignored_completions: int = 0
     unmeasured_frames: int = 0
 
@@ -198,9 +242,12 @@ def new_state(catalog: Catalog, limits: Limits, policy: PolicyConfig | None = No
     """
     if not 1 <= limits.slots <= MAX_SLOTS:
         raise ConfigError(f"slots must be 1 to {MAX_SLOTS}, got {limits.slots}")
-    for name in ("pages", "page_size", "max_context"):
-        if getattr(limits, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {getattr(limits, name)}")
+    for name, least in (("pages", 1), ("page_size", 1), ("max_context", 1), ("frames", 1), ("state_rows", 0),
+                        ("feature_tokens", 0), ("draft_extent", 0)):  # fmt: skip
+        if getattr(limits, name) < least:
+            raise ConfigError(f"{name} must be at least {least}, got {getattr(limits, name)}")
+    if limits.frames > 2:
+        raise ConfigError(f"frames must be 1 or 2, got {limits.frames}")
     columns = {name: np.zeros(limits.slots, np.int64) for name in REQUEST_COLUMNS}
     columns["scored"] = np.zeros(limits.slots, np.bool_)
     for name in ("token_r", "delivery_r"):

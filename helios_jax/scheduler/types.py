@@ -35,12 +35,20 @@ class Limits:
         pages: Usable KV pages. Page 0 of the pool is scratch and not counted: pages are 1..pages.
         page_size: Tokens a page.
         max_context: Tokens a request may hold, prompt and output.
+        state_rows: Rows for snapshots of complete state, numbered 1..state_rows.
+        feature_tokens: Image features that a slot stores at once; bounds a window of images.
+        draft_extent: Cache positions that a draft may write past a lane's ceiling.
+        frames: Frames in flight, 1 or 2.
     """
 
     slots: int
     pages: int
     page_size: int
     max_context: int
+    state_rows: int = 0
+    feature_tokens: int = 0
+    draft_extent: int = 0
+    frames: int = 2
 
 
 class FinishReason(enum.StrEnum):
@@ -50,6 +58,34 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class Constraint(enum.IntFlag):
+    """What restricts the programs or the queueing of a request.
+
+    The first four need completion feedback before the request's next program; a target-only
+    constraint (penalties, bias, allowed tokens) acts where drafts cannot see it, so such a
+    request teaches nothing to the whole population.
+    """
+
+    NONE = 0
+    GRAMMAR = 1
+    HOST_STOPS = 2
+    HOST_FED = 4  # pending tokens or committed cursors come from the host
+    HISTORY = 8  # inputs made of the output so far
+    TARGET_ONLY = 16
+    NO_LEARNED = 32  # learned proposals are not allowed
+    NO_COPY = 64  # copied proposals are not allowed
+
+
+FEEDBACK = Constraint.GRAMMAR | Constraint.HOST_STOPS | Constraint.HOST_FED | Constraint.HISTORY
+
+
+class ImageSpan(NamedTuple):
+    """Prompt positions [start, end) of one image; never split between prefills."""
+
+    start: int
+    end: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +99,12 @@ class RequestSpec:
         scored: The prompt goes through scored-prefill programs only.
         message_ends: Token endpoints of complete messages (checkpoint policy).
         output_len: Tokens at the end of `prompt` that are earlier output (a resumed request).
+        constraints: What restricts its programs.
+        image_spans: Images of the prompt, in order, disjoint.
+        system_end: End of the system part of the prompt; a prefill stops there. 0 = none.
+        restored_len: Prompt tokens that a restore brings back instead of prefill.
+        restore_from: Id of the checkpoint that holds them, 0 if none is named.
+        external: The state to restore is still on its way from outside the device.
     """
 
     prompt: np.ndarray
@@ -71,10 +113,19 @@ class RequestSpec:
     scored: bool = False
     message_ends: tuple[int, ...] = ()
     output_len: int = 0
+    constraints: Constraint = Constraint.NONE
+    image_spans: tuple[ImageSpan, ...] = ()
+    system_end: int = 0
+    restored_len: int = 0
+    restore_from: int = 0
+    external: bool = False
 
 
 class LaneRole(enum.StrEnum):
     INITIALIZE = "initialize"
+    RESTORE = "restore"
+    VISION = "vision"
+    SNAPSHOT = "snapshot"
     PROMPT = "prompt"
     DECODE = "decode"
 
@@ -82,8 +133,10 @@ class LaneRole(enum.StrEnum):
 class Lane(NamedTuple):
     """The logical work of one request in a plan.
 
-    `start` is the position of the first token, `length` the tokens that go in (1 for
-    decode, 0 for initialise), `emits` whether the program samples a token for it.
+    `start` is the position of the first token, `length` the tokens that go in: 1 for decode,
+    the ceiling of target rows in a speculative round, the features of an image, 0 for state
+    operations. `emits` says whether the program samples tokens for it. `row` is the state row
+    of a snapshot or restore, or the index of the image that a vision program encodes.
     """
 
     handle: RequestHandle
@@ -91,6 +144,7 @@ class Lane(NamedTuple):
     start: int
     length: int
     emits: bool
+    row: int = 0
 
 
 class SelectionReason(enum.StrEnum):
@@ -110,6 +164,8 @@ class CompletionRecord:
         tokens: Tokens sampled by this frame, in order (none for an unfinished prompt).
         committed_len: The device's committed length after the frame.
         valid: False when the lane's logits were not finite; the request then fails.
+        offered: Proposals of a speculative lane that the target judged.
+        accepted: How many of them it accepted.
     """
 
     handle: RequestHandle
@@ -117,6 +173,8 @@ class CompletionRecord:
     tokens: tuple[int, ...]
     committed_len: int
     valid: bool = True
+    offered: int = 0
+    accepted: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +212,15 @@ class RequestFinished:
     stop_token: int | None = None
 
 
-Event = GeneratedToken | RequestFinished
+@dataclasses.dataclass(frozen=True)
+class RequestRebound:
+    """A restore between two image windows bound the request to a fresh generation of its slot."""
+
+    handle: RequestHandle
+    fresh: RequestHandle
+
+
+Event = GeneratedToken | RequestFinished | RequestRebound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +236,8 @@ class ScheduledPlan:
         log_scale: Logarithm of the decision's common scale.
         reason: Why it was selected.
         required_empty_queue: The plan needs completion feedback and an empty window.
+        prompt_row: Index in `lanes` of the prompt row of a mixed program, -1 without one.
+        exploration_credit_ns: Balance of the ledger that paid for an exploration, else 0.
     """
 
     shape: ProgramShape
@@ -180,6 +248,8 @@ class ScheduledPlan:
     log_scale: float
     reason: SelectionReason
     required_empty_queue: bool
+    prompt_row: int = -1
+    exploration_credit_ns: int = 0
 
     def selection_value_rate(self) -> float:
         """The scaled score of the winner, value/ms over the decision's common scale."""

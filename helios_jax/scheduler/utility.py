@@ -25,8 +25,13 @@ class Values(NamedTuple):
         delivery: g r, one delivery.
         age_price: c sigma of a decoder, value/ms; times (A + T) it is the age credit.
         age_ms: A, age of a decoder's last visible output.
-        waiting: c summed over the active decoders, value/ms^2 (a number).
+        terminal: Value of retiring one finished request (a number).
+        terminal_price: p sigma of a request that waits for its terminal snapshot, value/ms.
+        terminal_wait: p, its waiting cost, value/ms^2 (a number).
+        waiting: c over the active decoders and p over the terminal requests, value/ms^2 (a number).
         log_scale: ln m.
+
+    `age_ms` of a terminal request counts from its end.
     """
 
     prompt_token: np.ndarray
@@ -34,47 +39,71 @@ class Values(NamedTuple):
     delivery: np.ndarray
     age_price: np.ndarray
     age_ms: np.ndarray
+    terminal: float
+    terminal_price: np.ndarray
+    terminal_wait: float
     waiting: float
     log_scale: float
 
 
-def scaled_values(
-    policy: PolicyConfig, token_r: np.ndarray, delivery_r: np.ndarray, sigma: np.ndarray, age_ms: np.ndarray,
-    prompting: np.ndarray, decoding: np.ndarray, longest_ms: float,
-) -> Values:  # fmt: skip
+class Terms(NamedTuple):
+    """Who is worth what before scaling; [slots] each, NaN = unknown, its part is 0.
+
+    Attributes:
+        token_r, delivery_r: ms per unit.
+        sigma: ms; of a terminal request, its snapshot family's.
+        age_ms: At least 0.
+        prompting, streaming, terminal: bool, disjoint.
+    """
+
+    token_r: np.ndarray
+    delivery_r: np.ndarray
+    sigma: np.ndarray
+    age_ms: np.ndarray
+    prompting: np.ndarray
+    streaming: np.ndarray
+    terminal: np.ndarray
+
+
+def scaled_values(policy: PolicyConfig, terms: Terms, longest_ms: float) -> Values:
     """Prices of one decision over their common scale.
 
     Args:
-        token_r, delivery_r, sigma: [slots] ms per unit and ms; NaN = unknown, its part is 0.
-        age_ms: [slots] at least 0.
-        prompting, decoding: bool [slots], disjoint.
         longest_ms: The longest duration that any candidate may have, 0 if none is measured.
     """
+    prompting, streaming, ending = terms.prompting, terms.streaming, terms.terminal
+    active, num_ending = prompting | streaming, int(np.count_nonzero(ending))
     with np.errstate(divide="ignore"):
-        fair = np.log(policy.token_fairness) + _log_or_nothing(token_r)
-        delivered = np.where(decoding, np.log(policy.delivery_fairness) + _log_or_nothing(delivery_r), -np.inf)
-        aged = np.where(decoding, np.log(policy.decode_age_price) + _log_or_nothing(sigma), -np.inf)
-        token_value = np.log(policy.output_token_value)
-        waits = float(np.log(policy.decode_age_price) + np.log(max(1, int(np.count_nonzero(decoding)))))
-        if not decoding.any():
-            waits = -np.inf
-        credit = aged + np.log(age_ms + longest_ms)
-        longest_wait = waits + 2.0 * np.log(longest_ms)
-    active = prompting | decoding
-    parts = [np.where(active, fair, -np.inf), delivered, credit]
-    largest = max(float(np.max(part, initial=-np.inf)) for part in parts)
-    intrinsic = max(0.0 if prompting.any() else -np.inf, token_value if active.any() else -np.inf)
-    log_scale = float(max(largest, intrinsic, longest_wait))
+        fair = np.where(active, np.log(policy.token_fairness) + _log_or_nothing(terms.token_r), -np.inf)
+        delivered = np.log(policy.delivery_fairness) + _log_or_nothing(terms.delivery_r)
+        log_sigma = _log_or_nothing(terms.sigma)
+        age_cost, end_cost = np.log(policy.decode_age_price), np.log(policy.terminal_age_price)
+        delivered = np.where(streaming, delivered, -np.inf)
+        aged = np.where(streaming, age_cost + log_sigma, np.where(ending, end_cost + log_sigma, -np.inf))
+        waits = float(np.logaddexp(age_cost + np.log(np.count_nonzero(streaming)), end_cost + np.log(num_ending)))
+        span = np.log(terms.age_ms + longest_ms)
+        worths = [
+            0.0 if prompting.any() else -np.inf,
+            np.log(policy.output_token_value) if active.any() else -np.inf,
+            np.log(policy.terminal_value) if num_ending else -np.inf,
+            waits + 2.0 * np.log(longest_ms),
+            end_cost + np.log(longest_ms) + float(np.max(span, where=ending, initial=-np.inf)),
+        ]
+    log_scale = float(max(*worths, fair.max(), delivered.max(), (aged + span).max()))
     if log_scale == -np.inf:
         log_scale = 0.0
-    with np.errstate(under="ignore"):
-        fairness = np.where(active, np.exp(np.minimum(0.0, fair - log_scale)), 0.0)
+    with np.errstate(under="ignore", over="ignore"):
+        fairness = np.exp(fair - log_scale)
+        age_price = np.exp(aged - log_scale)
         return Values(
-            prompt_token=np.where(prompting, np.exp(-max(log_scale, 0.0)), 0.0) + fairness,
-            output_token=np.where(active, np.exp(min(0.0, token_value - log_scale)), 0.0) + fairness,
+            prompt_token=np.where(prompting, np.exp(-log_scale) if prompting.any() else 0.0, 0.0) + fairness,
+            output_token=np.where(active, np.exp(worths[1] - log_scale), 0.0) + fairness,
             delivery=np.exp(delivered - log_scale),
-            age_price=np.exp(aged - log_scale),
-            age_ms=age_ms,
+            age_price=np.where(streaming, age_price, 0.0),
+            age_ms=terms.age_ms,
+            terminal=float(np.exp(worths[2] - log_scale)),
+            terminal_price=np.where(ending, age_price, 0.0),
+            terminal_wait=float(np.exp(end_cost - log_scale)) if num_ending else 0.0,
             waiting=float(np.exp(waits - log_scale)),
             log_scale=log_scale,
         )
@@ -106,20 +135,59 @@ def top_cohorts(values: np.ndarray, capacities: np.ndarray) -> tuple[np.ndarray,
     return members, totals
 
 
+def top_order(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Slots by value, larger first, and the prefix sums of their values.
+
+    Args:
+        values: [C, n].
+
+    Returns:
+        int64 [C, n] order (equal values keep the caller's) and float64 [C, n + 1] sums.
+    """
+    order = np.argsort(-values, axis=1, kind="stable")
+    sums = np.zeros((len(values), values.shape[1] + 1))
+    np.cumsum(np.take_along_axis(values, order, 1), axis=1, out=sums[:, 1:])
+    return order, sums
+
+
 class PromptRows(NamedTuple):
     """Prompts that may be prefilled; [n] each.
 
     Attributes:
-        remaining: int64, tokens still to consume, at least 1.
+        remaining: int64, tokens up to the next boundary, at least 1.
         token_value: Scaled value of one prompt token.
-        bonus: Scaled value of finishing (the first output token), 0 if nothing is sampled.
+        bonus: Scaled value of consuming all of them (the first output token), 0 if the
+            boundary is not the end of the prompt or nothing is sampled.
         newly_ready: bool, rows that a prerequisite in the same sequence makes ready.
+        atoms: int64 [n, spans, 2] unsplittable spans (start, end) relative to the next token,
+            padded with zeros; None if no prompt has any.
     """
 
     remaining: np.ndarray
     token_value: np.ndarray
     bonus: np.ndarray
     newly_ready: np.ndarray
+    atoms: np.ndarray | None = None
+
+
+def whole_spans(lengths: np.ndarray, atoms: np.ndarray | None) -> np.ndarray:
+    """Lengths shortened so that none ends inside an atomic span.
+
+    Args:
+        lengths: int64 [..., n].
+        atoms: int64 [n, spans, 2] or None.
+    """
+    if atoms is None:
+        return lengths
+    for number in range(atoms.shape[1]):
+        start, end = atoms[:, number, 0], atoms[:, number, 1]
+        lengths = np.where((start < lengths) & (lengths < end), start, lengths)
+    return lengths
+
+
+def usable_tokens(remaining: np.ndarray, capacity: np.ndarray, atoms: np.ndarray | None) -> np.ndarray:
+    """Tokens of each prompt that each program can consume alone; int64 [C, n]."""
+    return whole_spans(np.minimum(capacity[:, None], remaining), atoms)
 
 
 def packed_cohorts(
@@ -145,8 +213,7 @@ def packed_cohorts(
     remaining = rows.remaining[order]
     if max_new:
         order, remaining = _excess_last(rows, order, max_new)
-    room = extents[:, None] - (np.cumsum(remaining, axis=-1) - remaining)
-    taken = np.clip(room, 0, remaining)
+    taken = _filled(extents, order, remaining, rows.atoms)
     gains = taken * rows.token_value[order] + np.where(taken == remaining, rows.bonus[order], 0.0)
     gains[taken <= 0] = 0.0
     # Fewer rows cut an order's tail and leave its head as it is: prefix sums give every row capacity.
@@ -163,6 +230,21 @@ def packed_cohorts(
     return lengths, totals[best, programs]
 
 
+def _filled(extents: np.ndarray, order: np.ndarray, remaining: np.ndarray, atoms: np.ndarray | None) -> np.ndarray:
+    """Tokens of each row when rows take what is left of the capacity in turn; int64 [orders, U, n]."""
+    if atoms is None:
+        return np.clip(extents[:, None] - (np.cumsum(remaining, axis=-1) - remaining), 0, remaining)
+    taken, room = np.zeros_like(remaining), np.broadcast_to(extents, remaining.shape[:-1]).copy()
+    spans = atoms[order]  # [orders, U, n, spans, 2]
+    for position in range(remaining.shape[-1]):  # what a row leaves depends on where its images let it stop
+        length = np.minimum(room, remaining[..., position])
+        for start, end in np.moveaxis(spans[..., position, :, :], (-2, -1), (0, 1)):
+            length = np.where((start < length) & (length < end), start, length)
+        taken[..., position] = length
+        room = room - length
+    return taken
+
+
 def _excess_last(rows: PromptRows, order: np.ndarray, max_new: int) -> tuple[np.ndarray, np.ndarray]:
     """Orders in which newly ready rows beyond the first `max_new` come last and have nothing to consume."""
     fresh = rows.newly_ready[order]
@@ -176,10 +258,10 @@ def _excess_last(rows: PromptRows, order: np.ndarray, max_new: int) -> tuple[np.
 
 def _packed_keys(rows: PromptRows, tokens: np.ndarray, max_new: int) -> np.ndarray:
     """Sort keys [orders, C, n], larger first."""
-    usable = np.minimum(tokens[:, None], rows.remaining)
+    usable = usable_tokens(rows.remaining, tokens, rows.atoms)
     worth = usable * rows.token_value + np.where(usable == rows.remaining, rows.bonus, 0.0)
     tails = np.broadcast_to(-rows.remaining.astype(np.float64), worth.shape)
-    keys = np.stack([worth, worth / usable, tails])
+    keys = np.stack([worth, worth / np.maximum(usable, 1), tails])
     if not max_new:
         return keys
     front = keys.copy()

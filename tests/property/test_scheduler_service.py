@@ -125,7 +125,8 @@ def test_reference_interval_by_family() -> None:
     family = np.array([0, 0, 0, 1, -1, -1])
     feasible = np.array([[True, True, True, True], [True, False, False, False]])
     duration, capacity = np.array([3.0, 4.0, 6.0, 0.0]), np.array([1, 2, 4, 8])
-    sigma = reference_intervals(family, feasible, duration, capacity)
+    sigma, program = reference_intervals(family, feasible, duration, capacity)
     # Family 0: k = 3, T / min(B, k) = 3, 2, 2 -> 4 * 2. Family 1: k = 1, only the first program -> 4 * 3.
     np.testing.assert_array_equal(sigma, [8.0, 8.0, 8.0, 12.0, np.nan, np.nan])
-    assert np.isnan(reference_intervals(family, feasible, np.zeros(4), capacity)).all()
+    np.testing.assert_array_equal(program, [1, 1, 1, 0, -1, -1])
+    assert np.isnan(reference_intervals(family, feasible, np.zeros(4), capacity)[0]).all()

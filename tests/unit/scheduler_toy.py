@@ -27,6 +27,7 @@ from helios_jax.scheduler import (
     plan_next,
 )
 from helios_jax.scheduler.cost import new_costs, observe
+from helios_jax.scheduler.state import Phase
 
 MS = 1_000_000
 DECODE = ProgramKind.DECODE
@@ -101,6 +102,6 @@ def decoding_state(
 ) -> tuple[State, list[RequestHandle]]:
     """`num` requests that have their first token at least."""
     state, handles = admitted(small_state(policy, **limits), *[request(prompt_len, max_tokens)] * num)
-    while any(state.requests.phase[handle.slot] != 3 for handle in handles):
+    while any(state.requests.phase[handle.slot] != Phase.DECODE for handle in handles):
         state, _, _ = step(state)
     return state, handles

@@ -33,7 +33,6 @@ from helios_jax.scheduler import (
     snapshot_counters,
     state_digest,
 )
-from helios_jax.scheduler import lifecycle as lifecycle_module
 from helios_jax.scheduler.state import Phase
 from tests.unit.scheduler_toy import (
     INITIALIZE,
@@ -192,7 +191,7 @@ def test_a_newcomer_does_not_invalidate_a_plan() -> None:
     check_invariants(commit(later, plan, later.last_fence + 1))
 
 
-def test_commit_checks_freshness_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_checks_freshness_again() -> None:
     """With a wider window, a decode planned while fresh may not queue once its estimate is stale."""
     state, _ = decoding_state(2)
     state = measured(state, lambda _: 2 * MS)
@@ -201,7 +200,6 @@ def test_commit_checks_freshness_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plan.required_empty_queue
     other = dataclasses.replace(plan, lanes=plan.lanes[:1], epochs=plan.epochs[:1])
     rest = dataclasses.replace(plan, lanes=plan.lanes[1:], epochs=plan.epochs[1:])
-    monkeypatch.setattr(lifecycle_module, "MAX_FRAMES", 2)
     busy = commit(state, other, state.last_fence + 1)
     assert len(commit(busy, rest, busy.last_fence + 1).frames) == 2
     stale = advance_to(busy, busy.now_ns + state.policy.estimate_ttl_ns + 1)

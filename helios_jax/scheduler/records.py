@@ -1,0 +1,121 @@
+"""Validation of what a device reports: all of it, before anything changes.
+
+Nothing here looks at prices or durations; a malformed report raises and the caller still has
+the state that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from helios_jax.errors import InvariantError
+from helios_jax.scheduler.catalog import Allocation, ProgramKind
+from helios_jax.scheduler.programs import packed_rows
+from helios_jax.scheduler.state import RETIRING, TERMINAL, Frame, State
+from helios_jax.scheduler.types import CompletionRecord, ExecutionTiming, Lane, LaneRole
+
+_MAX_TOKEN = 2**31
+_INTEGERS = (int, np.integer)
+_PROMPT, _DECODE = LaneRole.PROMPT, LaneRole.DECODE
+
+
+def check_timing(timing: ExecutionTiming) -> None:
+    """Raises InvariantError unless every time is an integer of nanoseconds in range."""
+    values = (*timing.device_ns, timing.wall_ns, timing.embedding_delay_ns)
+    if not all(_is_integer(value) for value in values):
+        raise InvariantError(f"execution times must be integers of nanoseconds, got {timing}")
+    if timing.wall_ns < 0 or timing.embedding_delay_ns < 0 or max(values) >= 2**62:
+        raise InvariantError(
+            f"wall time and embedding delay must be nonnegative and times below 2**62 ns, got {timing}"
+        )
+
+
+def checked_records(state: State, frame: Frame, records: Sequence[CompletionRecord]) -> list[CompletionRecord]:
+    """The records in lane order.
+
+    Raises:
+        InvariantError: A lane is missing, foreign, named twice, or did something else than planned.
+    """
+    lanes = frame.plan.lanes
+    by_handle = {record.handle: record for record in records}
+    if len(records) != len(lanes) or len(by_handle) != len(lanes):
+        raise InvariantError(f"fence {frame.fence} has {len(lanes)} lanes, its completion names {len(by_handle)} "
+                             f"requests in {len(records)} records")  # fmt: skip
+    ordered = []
+    for lane in lanes:
+        record = by_handle.get(lane.handle)
+        if record is None:
+            raise InvariantError(f"fence {frame.fence} completed without {lane.handle}")
+        problem = _problem(state, lane, record)
+        if problem:
+            raise InvariantError(f"fence {frame.fence}, {lane.handle}: {problem}")
+        ordered.append(record)
+    shape = frame.plan.shape
+    if shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED):
+        judged = sum(1 + record.offered for lane, record in zip(lanes, ordered, strict=True) if lane.role is _DECODE)
+        if judged > packed_rows(shape):
+            raise InvariantError(f"fence {frame.fence} verified {judged} rows, {shape.name} has {packed_rows(shape)}")
+    return ordered
+
+
+def has_ended(state: State, lane: Lane) -> bool:
+    """Whether the lane's request ended before this frame completed, so that its work is dropped."""
+    phase = state.requests.phase[lane.handle.slot]
+    return bool(phase == RETIRING or (phase == TERMINAL and lane.role is not LaneRole.SNAPSHOT))
+
+
+def needs_confidence(frame: Frame) -> bool:
+    """Whether the frame's program allocated target rows itself, so that its sidecar must come back."""
+    shape = frame.plan.shape
+    return shape.allocation is Allocation.PREFIX_LIMIT and shape.proposal_depth > 0
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, _INTEGERS) and not isinstance(value, bool)
+
+
+def _problem(state: State, lane: Lane, record: CompletionRecord) -> str:
+    """What is wrong with one lane's record, empty if nothing is; an invalid lane may lack its tokens."""
+    tokens, numbers = record.tokens, (record.consumed, record.committed_len, record.offered, record.accepted)
+    if not all(_is_integer(number) for number in numbers):
+        return f"consumed, committed, offered and accepted must be integers, got {numbers!r}"
+    if not isinstance(record.valid, (bool, np.bool_)):
+        return f"valid must be a boolean, got {record.valid!r}"
+    if record.valid and not all(_is_integer(token) and 0 <= token < _MAX_TOKEN for token in tokens):
+        return f"{tokens!r} are not token ids"
+    if lane.role is _DECODE:
+        return _round_problem(state, lane, record)
+    length = lane.length if lane.role is _PROMPT else 0
+    if record.consumed != length:
+        return f"consumed {record.consumed!r} tokens, {length} were scheduled"
+    if record.committed_len != lane.start + length:
+        return f"committed {record.committed_len!r}, expected {lane.start + length}"
+    if len(tokens) != lane.emits and (record.valid or len(tokens)):
+        return f"sampled {len(tokens)} tokens, expected {int(lane.emits)}"
+    return f"{record.offered} proposals in a lane without any" if record.offered or record.accepted else ""
+
+
+def _round_problem(state: State, lane: Lane, record: CompletionRecord) -> str:
+    """What is wrong with a decoding lane: it commits the pending token and the accepted prefix."""
+    count = len(record.tokens)
+    if not 0 <= record.accepted <= record.offered < lane.length:
+        return f"accepted {record.accepted} of {record.offered} proposals under a ceiling of {lane.length} rows"
+    if not record.valid:
+        return f"sampled {count} tokens in an invalid lane" if count else ""
+    if not 1 <= count <= record.accepted + 1:
+        return f"sampled {count} tokens, expected {record.accepted + 1}"
+    if record.consumed != count:
+        return f"consumed {record.consumed} tokens for {count} emitted"
+    if has_ended(state, lane):
+        return ""
+    slot = lane.handle.slot
+    start, spec = int(state.requests.committed_len[slot]), state.specs[slot]
+    assert spec is not None  # an occupied slot has its spec: invariant 4
+    if record.committed_len != start + count:
+        return f"committed {record.committed_len}, expected {start + count}"
+    ends = record.tokens[-1] in spec.stop_token_ids
+    if count < record.accepted + 1 and not ends and state.requests.output_len[slot] + count < spec.max_tokens:
+        return f"sampled {count} tokens although {record.accepted} proposals were accepted and nothing ended"
+    return ""
