@@ -1,31 +1,44 @@
-"""A synthetic device: durations from a formula or a table, tokens from a hash, own books.
+"""A synthetic device: durations from a formula or a profile, tokens from a hash, own books.
 
-It stands in for the executables. It keeps the committed length and the pages of every slot by
-itself and complains when a frame starts at another position, writes into a page that another
-request owns, or runs a lane before its initialisation: an independent check of the scheduler.
+It stands in for the executables of every program kind. It keeps positions, pages, state rows
+and image features by itself (`books`) and complains when a frame contradicts what ran before:
+an independent check of the scheduler. The life of a frame:
+
+1. `submit` runs its lanes at once, in order of submission, as a serial device would.
+2. Its start is the submission, or the end of the frame before it; then it was queued.
+3. The completion carries its records and sidecars; the driver delivers it at `at_ns`.
+
+Speculative lanes accept a prefix of their proposals: all of them without an
+`AcceptanceSampler`, else by its draws. A program that allocates its own target rows admits the
+causal frontier with the largest joint confidence until P rows are used (specification,
+"Speculative graph coverage").
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from helios_jax.errors import InvariantError
-from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
-from helios_jax.scheduler.resources import pages_for
+from helios_jax.scheduler.catalog import Allocation, ProgramKind, ProgramShape
+from helios_jax.scheduler.programs import packed_rows
 from helios_jax.scheduler.types import (
     CompletionRecord,
     ExecutionTiming,
     Lane,
     LaneRole,
     RequestHandle,
+    RequestSpec,
     ScheduledPlan,
 )
+from helios_jax.simulation.acceptance import AcceptanceSampler
+from helios_jax.simulation.books import Books
+from helios_jax.simulation.profiles import Work
 
-DurationOf = Callable[[ProgramShape], int]  # shape -> device time in ns
+DurationOf = Callable[[ProgramShape, Work], int]  # (shape, work) -> device time in ns
+_DECODE, _PROMPT = LaneRole.DECODE, LaneRole.PROMPT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,86 +47,214 @@ class LinearCosts:
 
     Attributes:
         launch_ns: Every program.
-        row_ns: A request row of a decode or initialise program.
-        token_ns: A prompt token of a prefill program.
+        row_ns: A request row of a generating or state program; a target row counts a quarter.
+        token_ns: A prompt token, an image feature.
+        draft_ns: A proposal position.
     """
 
     launch_ns: int = 2_000_000
     row_ns: int = 30_000
     token_ns: int = 15_000
+    draft_ns: int = 100_000
 
-    def __call__(self, shape: ProgramShape) -> int:
-        if shape.kind in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL):
+    def __call__(self, shape: ProgramShape, work: Work = Work()) -> int:
+        rows = self.row_ns * shape.batch_capacity
+        if shape.kind in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL, ProgramKind.VISION):
             return self.launch_ns + self.token_ns * shape.token_capacity
-        if shape.kind is ProgramKind.INITIALIZE:
-            return self.launch_ns // 10 + self.row_ns * shape.batch_capacity // 10
-        return self.launch_ns + self.row_ns * shape.batch_capacity
+        if shape.kind in (ProgramKind.INITIALIZE, ProgramKind.SNAPSHOT, ProgramKind.RESTORE):
+            return self.launch_ns // 10 + rows // 10
+        extra = packed_rows(shape) - shape.batch_capacity
+        speculation = self.row_ns * extra // 4 + self.draft_ns * shape.proposal_depth
+        return self.launch_ns + rows + speculation + self.token_ns * shape.prefill_capacity
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completed:
+    """What a frame reports.
+
+    Attributes:
+        at_ns: When the host observes it.
+        device_ns: How long it ran.
+        records, timing: For `complete`.
+        confidence: float32 [2, slots, D] of a program that allocates its own rows, else None.
+        survival: float64 [slots, D] acceptance probabilities of evaluated prefixes, else None.
+    """
+
+    at_ns: int
+    device_ns: int
+    records: tuple[CompletionRecord, ...]
+    timing: ExecutionTiming
+    confidence: np.ndarray | None = None
+    survival: np.ndarray | None = None
 
 
 class FakeDevice:
     """Runs plans in virtual time.
 
     Args:
-        duration_of: Device time of a shape, ns.
+        duration_of: Device time of a shape and its work, ns.
         page_size: Tokens a page.
         jitter: Relative half-width of the uniform noise on durations.
         host_ns: Wall time of a frame beyond its device time.
         vocab_size: Tokens are 0 to vocab_size - 1, a function of request and position only.
         seed: Of the noise.
+        slots: Request slots, for the sidecars.
+        sampler: Decides which proposals are accepted; without one all of them are.
+        survival: Report acceptance probabilities beside the verdicts.
+        check_pages: Keep the ownership of pages too; costs a scan of each lane's table.
     """
 
     def __init__(
         self, duration_of: DurationOf, page_size: int, *, jitter: float = 0.0, host_ns: int = 200_000,
-        vocab_size: int = 1000, seed: int = 0,
+        vocab_size: int = 1000, seed: int = 0, slots: int = 64, sampler: AcceptanceSampler | None = None,
+        survival: bool = False, check_pages: bool = True,
     ) -> None:  # fmt: skip
-        self._duration_of, self._page_size, self._jitter = duration_of, page_size, jitter
-        self._host_ns, self._vocab_size = host_ns, vocab_size
-        self._random = random.Random(seed)
-        self._committed: dict[RequestHandle, int] = {}
-        self._owner: dict[int, RequestHandle] = {}
+        self._duration_of, self._jitter = duration_of, jitter
+        self._host_ns, self._vocab_size, self._slots = host_ns, vocab_size, slots
+        self._random, self._sampler, self._survival = random.Random(seed), sampler, survival
+        self.books = Books(page_size, pages=check_pages)
+        self.check_pages = check_pages
+        self._free_ns = 0  # when the last submitted frame ends
+        self._keys: dict[RequestHandle, int] = {}  # what draws and tokens of a request are made of
+
+    def admit(self, handle: RequestHandle, spec: RequestSpec, key: int) -> None:
+        """Learn of a request. Its draws are a function of `key`, the same in every run of a workload."""
+        self.books.admit(handle, spec)
+        self._keys[handle] = key
+
+    def forget(self, handle: RequestHandle) -> None:
+        """The request's resources were freed; its pages may belong to others from now on."""
+        self.books.forget(handle)
+        self._keys.pop(handle, None)
+
+    def rebind(self, old: RequestHandle, fresh: RequestHandle) -> None:
+        """A restore between image windows bound the request to a fresh generation of its slot."""
+        self.books.rebind(old, fresh)
+        if old in self._keys:
+            self._keys[fresh] = self._keys.pop(old)
 
     def run(
-        self, plan: ScheduledPlan, tables: dict[RequestHandle, np.ndarray]
+        self, plan: ScheduledPlan, tables: Mapping[RequestHandle, np.ndarray]
     ) -> tuple[tuple[CompletionRecord, ...], ExecutionTiming]:
-        """Execute a plan with the page table of each lane.
+        """Execute a plan alone, with the page table of each lane.
 
         Raises:
             InvariantError: The plan does not fit what this device did before.
         """
-        noise = 1.0 + self._jitter * self._random.uniform(-1.0, 1.0)
-        device_ns = max(1, int(self._duration_of(plan.shape) * noise))
-        records = tuple(self._run_lane(lane, tables[lane.handle]) for lane in plan.lanes)
-        return records, ExecutionTiming((device_ns,), device_ns + self._host_ns)
+        done = self.submit(plan, tables, self._free_ns)
+        return done.records, done.timing
 
-    def _run_lane(self, lane: Lane, table: np.ndarray) -> CompletionRecord:
-        if lane.role is LaneRole.INITIALIZE:
-            self._committed[lane.handle] = 0
-            return CompletionRecord(lane.handle, 0, (), 0)
-        if self._committed.get(lane.handle) != lane.start:
-            raise InvariantError(f"{lane} starts elsewhere than {self._committed.get(lane.handle)}")
-        end = lane.start + lane.length
-        for page in table[lane.start // self._page_size : pages_for(end, self._page_size)].tolist():
-            self._claim(page, lane.handle)
-        for page in table[: lane.start // self._page_size].tolist():
-            if self._owner.get(page) != lane.handle:
-                raise InvariantError(f"{lane.handle} lost page {page} to {self._owner.get(page)}")
-        if len(table) < pages_for(end, self._page_size):
-            raise InvariantError(f"{lane} has pages {table}, it ends at {end}")
-        self._committed[lane.handle] = end
-        tokens = (self.token(lane.handle, end),) if lane.emits else ()
-        return CompletionRecord(lane.handle, lane.length, tokens, end)
+    def submit(self, plan: ScheduledPlan, tables: Mapping[RequestHandle, np.ndarray], now_ns: int) -> Completed:
+        """Execute a plan after whatever was submitted before it.
 
-    def _claim(self, page: int, handle: RequestHandle) -> None:
-        owner = self._owner.get(page)
-        if owner is not None and owner != handle and owner in self._committed:
-            raise InvariantError(f"page {page} of {owner} is given to {handle}")
-        self._owner[page] = handle
+        Raises:
+            InvariantError: The plan does not fit what this device did before.
+        """
+        noise = 1.0 + self._jitter * self._random.uniform(-1.0, 1.0) if self._jitter else 1.0
+        device_ns = max(1, int(self._duration_of(plan.shape, self._work(plan)) * noise))
+        queued = self._free_ns > now_ns
+        self._free_ns = max(self._free_ns, now_ns) + device_ns
+        at_ns = self._free_ns + self._host_ns
+        timing = ExecutionTiming((device_ns,), at_ns - now_ns, queued=queued)
+        if plan.shape.proposal_depth and plan.shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED):
+            return self._speculate(plan, tables, Completed(at_ns, device_ns, (), timing), queued)
+        records = tuple(self._run_lane(lane, tables.get(lane.handle), queued) for lane in plan.lanes)
+        return Completed(at_ns, device_ns, records, timing)
+
+    def _work(self, plan: ScheduledPlan) -> Work:
+        prompts = tuple((lane.length, lane.start) for lane in plan.lanes if lane.role is _PROMPT)
+        position = self.books.position
+        return Work(prompts, tuple(position(lane.handle) + 1 for lane in plan.lanes if lane.role is _DECODE))
+
+    def _run_lane(self, lane: Lane, table: np.ndarray | None, queued: bool) -> CompletionRecord:
+        """One lane of a program without proposals."""
+        handle = lane.handle
+        match lane.role:
+            case LaneRole.DECODE:
+                end = self.books.decode(lane, table, 1, uncertain=queued)
+                return CompletionRecord(handle, 1, (self.token(handle, end),), end)
+            case LaneRole.PROMPT:
+                end = self.books.prefill(lane, table)
+                tokens = (self.token(handle, end),) if lane.emits else ()
+                return CompletionRecord(handle, lane.length, tokens, end)
+            case LaneRole.INITIALIZE:
+                self.books.initialize(lane)
+            case LaneRole.SNAPSHOT:
+                self.books.snapshot(lane)
+            case LaneRole.RESTORE:
+                self.books.restore(lane)
+            case LaneRole.VISION:
+                self.books.encode(lane)
+        return CompletionRecord(handle, 0, (), lane.start)
+
+    def _speculate(
+        self, plan: ScheduledPlan, tables: Mapping[RequestHandle, np.ndarray], done: Completed, queued: bool
+    ) -> Completed:
+        """A round: propose, allocate rows, verify, commit; the prompt row of a mixed program beside it."""
+        shape, rounds = plan.shape, [lane for lane in plan.lanes if lane.role is _DECODE]
+        depth = shape.proposal_depth
+        confidence, verdicts = self._propose([lane.handle for lane in rounds], depth)
+        if shape.allocation is Allocation.PREFIX_LIMIT:
+            widths = allocate_rows(confidence, [lane.length for lane in rounds], packed_rows(shape))
+        else:
+            widths = np.array([lane.length for lane in rounds], np.int64)
+        judged = np.arange(depth) < widths[:, None] - 1
+        accepted = np.minimum.accumulate(verdicts & judged, axis=1).sum(axis=1) if len(rounds) else widths
+        numbers = {lane.handle: row for row, lane in enumerate(rounds)}
+        records = []
+        for lane in plan.lanes:
+            if lane.role is not _DECODE:
+                records.append(self._run_lane(lane, tables.get(lane.handle), queued))
+                continue
+            row = numbers[lane.handle]
+            count = 1 + int(accepted[row])
+            end = self.books.decode(lane, tables.get(lane.handle), count, uncertain=queued)
+            tokens = tuple(self.token(lane.handle, position) for position in range(end - count + 1, end + 1))
+            record = CompletionRecord(lane.handle, count, tokens, end, offered=int(widths[row]) - 1, accepted=count - 1)
+            records.append(record)
+        slots = [lane.handle.slot for lane in rounds]
+        planes = survival = None
+        if shape.allocation is Allocation.PREFIX_LIMIT:
+            planes = np.zeros((2, self._slots, depth), np.float32)
+            planes[0, slots], planes[1, slots] = confidence, np.cumprod(confidence, axis=1)
+        if self._survival:
+            survival = np.full((self._slots, depth), np.nan)
+            survival[slots] = np.where(judged, np.cumprod(confidence, axis=1), np.nan)
+        return dataclasses.replace(done, records=tuple(records), confidence=planes, survival=survival)
+
+    def _propose(self, handles: list[RequestHandle], depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """Confidence float64 [lanes, depth] and the verdict that each proposal would get."""
+        if self._sampler is None:
+            return np.ones((len(handles), depth)), np.ones((len(handles), depth), np.bool_)
+        keys = np.array([self._key(handle) for handle in handles], np.int64)
+        positions = np.array([self.books.position(handle) for handle in handles], np.int64)
+        return self._sampler.draw(keys, positions, depth)
+
+    def _key(self, handle: RequestHandle) -> int:
+        return self._keys.get(handle, handle.slot * 1_000_003 + handle.generation * 7919)
 
     def token(self, handle: RequestHandle, position: int) -> int:
         """The token that the request samples at a position, whatever its neighbours."""
-        mixed = (handle.slot * 1_000_003 + handle.generation * 7919 + position * 104_729) * 2_654_435_761
-        return (mixed >> 7) % self._vocab_size
+        return (((self._key(handle) + position * 104_729) * 2_654_435_761) >> 7) % self._vocab_size
 
-    def forget(self, handle: RequestHandle) -> None:
-        """The request's resources were freed; its pages may belong to others from now on."""
-        self._committed.pop(handle, None)
+
+def allocate_rows(confidence: np.ndarray, ceilings: list[int], packed: int) -> np.ndarray:
+    """Target rows of each lane: every pending token, then the likeliest next proposal while rows last.
+
+    Joint probabilities do not rise along a lane, so taking the best frontier again and again is taking
+    the best proposals; equal ones prefer shorter prefixes, then the order of the lanes.
+
+    Args:
+        confidence: float64 [lanes, D] of each proposal.
+        ceilings: Most rows of each lane, its pending token included.
+        packed: P, rows over all lanes; at least one a lane.
+
+    Returns:
+        int64 [lanes].
+    """
+    lanes, depth = confidence.shape
+    joint = np.cumprod(confidence, axis=1)
+    allowed = np.arange(depth) < np.array(ceilings, np.int64)[:, None] - 1
+    lane, position = np.nonzero(allowed)
+    order = np.lexsort((lane, position, -joint[lane, position]))[: max(0, packed - lanes)]
+    return 1 + np.bincount(lane[order], minlength=lanes)

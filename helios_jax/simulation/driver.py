@@ -1,31 +1,40 @@
-"""Discrete-event runs of the production scheduler against a synthetic device.
+"""Discrete-event runs of a scheduler against the synthetic device.
 
 1. Arrivals and cancellations are given as times; requests that do not fit wait in order.
-2. Plan, commit, run, let virtual time pass, complete, publish the first token of each burst.
-3. Every change of the state passes the numbered invariants when `check` is set.
-4. The report holds, for each request, its first output time and the largest output gap.
+2. While the window has room and the scheduler has a plan: commit, submit.
+3. Virtual time moves to the next event: an arrival, a cancellation, a completion.
+4. A completion is accounted for, and the first token of each burst published.
+5. Every change of the state passes the numbered invariants when `check` is set.
+
+Each request's row of `requests` holds what its client saw: when the first output came, and the
+gaps between visible outputs (the tokens of one burst are one output).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+from array import array
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from helios_jax.errors import InvariantError
+from helios_jax.errors import InvariantError, RequestError
 from helios_jax.scheduler.invariants import check_invariants
 from helios_jax.scheduler.scheduler import Scheduler
-from helios_jax.scheduler.state import Phase, state_digest
+from helios_jax.scheduler.state import FREE, state_digest
 from helios_jax.scheduler.types import (
     Event,
+    Fence,
     GeneratedToken,
     RequestFinished,
     RequestHandle,
+    RequestRebound,
     RequestSpec,
     ScheduledPlan,
 )
 from helios_jax.simulation.clock import VirtualClock
-from helios_jax.simulation.device import FakeDevice
+from helios_jax.simulation.device import Completed, FakeDevice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,75 +44,184 @@ class Arrival:
     at_ns: int
     spec: RequestSpec
     cancel_ns: int | None = None
+    client: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Served:
-    """What one request experienced; times in ns, 0 until they happened."""
+    """What one request experienced; times in ns, 0 until they happened.
+
+    `gaps_ns` are between visible outputs; `tokens` stays empty when the run keeps none.
+    """
 
     arrival_ns: int
     first_ns: int = 0
     last_ns: int = 0
     largest_gap_ns: int = 0
+    num_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
+    gaps_ns: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     reason: str | None = None
 
 
+class Ran(NamedTuple):
+    """One completed frame, as an observer sees it."""
+
+    plan: ScheduledPlan
+    start_ns: int
+    device_ns: int
+    handles: dict[int, RequestHandle]  # of the requests that are admitted, by number
+
+
+class Admission(Protocol):
+    """Order in which waiting requests get slots."""
+
+    def arrived(self, number: int) -> None:
+        """A request joined the queue."""
+
+    def choose(self, waiting: Sequence[int]) -> int:
+        """Index in `waiting` (in order of arrival) of the request that is next."""
+
+    def admitted(self, number: int, handle: RequestHandle) -> None:
+        """It got its slot."""
+
+
+class Submitted(NamedTuple):
+    fence: Fence
+    plan: ScheduledPlan
+    done: Completed
+
+
+# Which completion takes which sidecars: (confidence, survival).
+_COMPLETE = {
+    (False, False): "complete",
+    (False, True): "complete_with_survival",
+    (True, False): "complete_packed_round",
+    (True, True): "complete_packed_round_with_survival",
+}
+
+
 class Simulation:
-    """One run; `requests` has a row an arrival, in the order given."""
+    """One run; `requests` has a row an arrival, in the order given.
+
+    Args:
+        scheduler: Plans; the policy under test.
+        device: Runs the plans.
+        arrivals: The workload.
+        check: Check the invariants after every event.
+        keep: Keep every plan and token (a long run has millions).
+        refuse: Count requests that can never fit as refused instead of raising.
+        max_queue: Requests that may wait for a slot; a later one is refused. None = no bound.
+        admission: Order of the waiting requests; first come, first served without one.
+        observe: Called after every completion.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, device: FakeDevice, arrivals: list[Arrival], *, check: bool = True
-    ) -> None:
+        self, scheduler: Scheduler, device: FakeDevice, arrivals: Sequence[Arrival], *, check: bool = True,
+        keep: bool = True, refuse: bool = False, max_queue: int | None = None, admission: Admission | None = None,
+        observe: Callable[[Ran], None] | None = None,
+    ) -> None:  # fmt: skip
         self.scheduler, self.device, self.clock = scheduler, device, VirtualClock(scheduler.state.now_ns)
         self.requests = [Served(arrival.at_ns) for arrival in arrivals]
         self.plans: list[ScheduledPlan] = []
-        self._arrivals, self._check = arrivals, check
+        self._arrivals, self._check, self._keep, self._refuse = arrivals, check, keep, refuse
+        self._max_queue, self._admission, self._observe = max_queue, admission, observe
         self._future = sorted(range(len(arrivals)), key=lambda i: arrivals[i].at_ns, reverse=True)
         self._cancels = [(a.cancel_ns, i) for i, a in enumerate(arrivals) if a.cancel_ns is not None]
         heapq.heapify(self._cancels)
         self._waiting: deque[int] = deque()
         self._handles: dict[int, RequestHandle] = {}
         self._numbers: dict[RequestHandle, int] = {}
-        self._owned: set[RequestHandle] = set()
+        self._leaving: list[RequestHandle] = []  # ended, and perhaps still owned by a frame in flight
+        self._frames: deque[Submitted] = deque()
         self._fence = scheduler.state.last_fence
 
     def run(self, *, until_ns: int | None = None) -> None:
-        """Run until nothing is left to do, or until virtual time passes `until_ns`."""
+        """Run until nothing is left to do, or until virtual time passes `until_ns`.
+
+        Raises:
+            InvariantError: Requests wait or are runnable although nothing will ever happen.
+        """
         while until_ns is None or self.clock.now_ns < until_ns:
             self._take_events()
             plan = self.scheduler.plan()
             if plan is not None:
-                self._run_frame(plan)
-            elif (upcoming := self._next_event_ns()) is not None:
-                self.clock.advance_to(upcoming)
-            elif self._waiting:
-                raise InvariantError(f"{len(self._waiting)} requests wait although nothing runs")
-            else:
+                self._submit(plan)
+            elif not self._advance():
                 return
 
     def digest(self) -> str:
         """Hash of the scheduler's state."""
         return state_digest(self.scheduler.state)
 
+    def _advance(self) -> bool:
+        """Move to the next event; a completion that is due then is taken after the events before it."""
+        upcoming = self._next_event_ns()
+        if self._frames and (upcoming is None or self._frames[0].done.at_ns < upcoming):
+            self.clock.advance_to(self._frames[0].done.at_ns)
+            self._complete(self._frames.popleft())
+            return True
+        if upcoming is not None:
+            self.clock.advance_to(upcoming)
+            return True
+        if self._waiting:
+            raise InvariantError(f"{len(self._waiting)} requests wait although nothing runs")
+        if self.scheduler.state.requests.runnable.any():
+            raise InvariantError(f"slots {self.scheduler.state.requests.runnable.nonzero()[0]} wait for ever: no plan")
+        return False
+
     def _next_event_ns(self) -> int | None:
-        times = [self._cancels[0][0]] if self._cancels else []
-        if self._future:
-            times.append(self._arrivals[self._future[-1]].at_ns)
-        return min(times, default=None)
+        cancel = self._cancels[0][0] if self._cancels else None
+        arrival = self._arrivals[self._future[-1]].at_ns if self._future else None
+        if cancel is None or arrival is None:
+            return arrival if cancel is None else cancel
+        return min(cancel, arrival)
 
     def _take_events(self) -> None:
         """Arrivals, cancellations and admissions that are due now."""
-        self.scheduler.advance_to(self.clock.now_ns)
-        while self._future and self._arrivals[self._future[-1]].at_ns <= self.clock.now_ns:
-            self._waiting.append(self._future.pop())
-        self._take_cancels()
-        while self._waiting and self.scheduler.can_admit(self._arrivals[self._waiting[0]].spec):
-            number = self._waiting.popleft()
-            handle = self.scheduler.admit(self._arrivals[number].spec, self.clock.now_ns)
-            self._handles[number], self._numbers[handle] = handle, number
-            self._owned.add(handle)
-            self._checked()
+        now_ns = self.clock.now_ns
+        self.scheduler.advance_to(now_ns)
+        while self._future and self._arrivals[self._future[-1]].at_ns <= now_ns:
+            self._arrive(self._future.pop())
+        if self._cancels:
+            self._take_cancels()
+        while self._waiting:
+            index = self._admission.choose(self._waiting) if self._admission else 0
+            number = self._waiting[index]
+            if not self._can_admit(number, index):
+                if number in self._waiting:
+                    break
+                continue
+            del self._waiting[index]
+            self._admit(number)
+
+    def _arrive(self, number: int) -> None:
+        if self._max_queue is not None and len(self._waiting) >= self._max_queue:
+            self.requests[number].reason = "refused"
+            return
+        self._waiting.append(number)
+        if self._admission:
+            self._admission.arrived(number)
+
+    def _can_admit(self, number: int, index: int) -> bool:
+        """Whether the request gets a slot now; one that never can leaves the queue as refused."""
+        try:
+            return self.scheduler.can_admit(self._arrivals[number].spec)
+        except RequestError:
+            if not self._refuse:
+                raise
+            self.requests[number].reason = "refused"
+            del self._waiting[index]
+            return False
+
+    def _admit(self, number: int) -> None:
+        spec = self._arrivals[number].spec
+        handle = self.scheduler.admit(spec, self.clock.now_ns)
+        self._handles[number], self._numbers[handle] = handle, number
+        self.device.admit(handle, spec, number)
+        if self._admission:
+            self._admission.admitted(number, handle)
+        self._checked()
 
     def _take_cancels(self) -> None:
         while self._cancels and self._cancels[0][0] <= self.clock.now_ns:
@@ -113,52 +231,85 @@ class Simulation:
             self.requests[number].reason = "cancelled"
             if number in self._handles:
                 self.scheduler.cancel(self._handles[number])
+                self._leaving.append(self._handles[number])
+                self._forget()
                 self._checked()
             elif number in self._waiting:
                 self._waiting.remove(number)
 
-    def _run_frame(self, plan: ScheduledPlan) -> None:
+    def _submit(self, plan: ScheduledPlan) -> None:
         self._fence += 1
         self.scheduler.commit(plan, self._fence)
         self._checked()
-        self.plans.append(plan)
-        tables = {lane.handle: self.scheduler.page_table(lane.handle) for lane in plan.lanes}
-        records, timing = self.device.run(plan, tables)
-        done_ns = self.clock.now_ns + timing.wall_ns
-        while (upcoming := self._next_event_ns()) is not None and upcoming <= done_ns:
-            self.clock.advance_to(upcoming)  # arrivals and cancellations while the frame runs
-            self._take_events()
-        self.clock.advance_to(done_ns)
-        self.scheduler.advance_to(done_ns)
-        events = self.scheduler.complete(self._fence, records, timing)
-        self._checked()
-        self._publish(events)
+        if self._keep:
+            self.plans.append(plan)
+        wanted = plan.lanes if self.device.check_pages else ()
+        tables = {lane.handle: self.scheduler.page_table(lane.handle) for lane in wanted}
+        done = self.device.submit(plan, tables, self.clock.now_ns)
+        self._frames.append(Submitted(self._fence, plan, done))
 
-    def _publish(self, events: tuple[Event, ...]) -> None:
-        visible: list[RequestHandle] = []
-        for event in events:
-            served = self.requests[self._numbers[event.handle]]
-            if isinstance(event, RequestFinished):
-                served.reason = str(event.reason)
-                continue
-            assert isinstance(event, GeneratedToken)
-            served.tokens.append(event.token)
-            if served.first_ns == 0:
-                served.first_ns = self.clock.now_ns
-            else:
-                served.largest_gap_ns = max(served.largest_gap_ns, self.clock.now_ns - served.last_ns)
-            served.last_ns = self.clock.now_ns
-            visible.append(event.handle)
-        self.scheduler.published_outputs(visible, self._fence)
+    def _complete(self, frame: Submitted) -> None:
+        scheduler, done = self.scheduler, frame.done
+        scheduler.advance_to(done.at_ns)
+        complete = getattr(scheduler, _COMPLETE[done.confidence is not None, done.survival is not None])
+        sidecars = [rows for rows in (done.confidence, done.survival) if rows is not None]
+        events = complete(frame.fence, done.records, done.timing, *sidecars)
         self._checked()
+        self._publish(events, frame.fence)
+        if self._leaving:
+            self._forget()
+        if self._observe:
+            self._observe(Ran(frame.plan, done.at_ns - done.timing.wall_ns, done.device_ns, self._handles))
+
+    def _publish(self, events: tuple[Event, ...], fence: Fence) -> None:
+        visible: dict[RequestHandle, None] = {}
+        now_ns, keep = self.clock.now_ns, self._keep
+        for event in events:
+            number = self._numbers[event.handle]
+            served = self.requests[number]
+            if type(event) is GeneratedToken:
+                served.num_tokens += 1
+                if keep:
+                    served.tokens.append(event.token)
+                if event.handle not in visible:
+                    visible[event.handle] = None
+                    _saw_output(served, now_ns)
+            elif type(event) is RequestRebound:
+                self._handles[number], self._numbers[event.fresh] = event.fresh, number
+                del self._numbers[event.handle]
+                self.device.rebind(event.handle, event.fresh)
+            else:
+                assert type(event) is RequestFinished
+                served.reason = str(event.reason)
+                self._leaving.append(event.handle)
+        if visible:
+            self.scheduler.published_outputs(tuple(visible), fence)
+            self._checked()
+
+    def _forget(self) -> None:
+        """Tell the device of ended requests whose slots are free by now."""
+        requests, still = self.scheduler.state.requests, []
+        for handle in self._leaving:
+            owned = requests.generation[handle.slot] == handle.generation and requests.phase[handle.slot] != FREE
+            if owned:
+                still.append(handle)
+                continue
+            self.device.forget(handle)
+            number = self._numbers.pop(handle, None)
+            if number is not None:
+                del self._handles[number]
+        self._leaving = still
 
     def _checked(self) -> None:
-        """Tell the device of freed slots, and recount the invariants."""
-        requests = self.scheduler.state.requests
-        for handle in list(self._owned):
-            owner = requests.generation[handle.slot] == handle.generation
-            if not owner or requests.phase[handle.slot] == Phase.FREE:
-                self._owned.remove(handle)
-                self.device.forget(handle)
         if self._check:
             check_invariants(self.scheduler.state)
+
+
+def _saw_output(served: Served, now_ns: int) -> None:
+    if served.first_ns == 0:
+        served.first_ns = now_ns
+    else:
+        gap = now_ns - served.last_ns
+        served.gaps_ns.append(gap)
+        served.largest_gap_ns = max(served.largest_gap_ns, gap)
+    served.last_ns = now_ns

@@ -128,7 +128,7 @@ class CostProfile:
             attention = self._attention(work.contexts, shape.token_capacity)
             return self.linear(targets) + self.head(targets) + attention + self._draft(shape, method)
         if kind is ProgramKind.MIXED:
-            targets = shape.packed_capacity or (rows - 1) * shape.token_capacity
+            targets = (rows - 1) * shape.token_capacity
             base = self.linear(shape.prefill_capacity + targets) + self.head(targets + 1)
             attention = self._attention(work.contexts, shape.token_capacity) + self._prompt_attention(work.prompts)
             return base + attention + self._draft(shape, method)
