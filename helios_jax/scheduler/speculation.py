@@ -1,0 +1,275 @@
+"""Acceptance estimates and confidence forecasts: what past rounds say about the next one.
+
+Two separate kinds of observation. *Acceptance* is what the target decided about proposals,
+per request and per source. A *forecast* is the joint probability that the draft model itself
+gave to its prefixes, per request, starting from one prior of the whole population. Both are
+means and weights of prefix survival: entry d - 1 of an axis `depth` belongs to the prefix of
+d proposals.
+
+The life of a slot's estimates:
+
+1. `reset_slots` at admission: 0.5^d, and the population prior, with weight two.
+2. A round completes: `observe_forecast`, then `observe_acceptance`, which ages what the slot
+   knows by the tokens that it generated (also of rounds and programs without proposals).
+3. A decision reads `survival` (ordinary) or `optimistic` (probes), and prices lanes with
+   `lane_lengths` and `expected_tokens`.
+
+Knows no requests, programs or plans: arrays in, arrays out.
+
+Source: scheduling-utility.md section 8; specification, "Completed confidence and acceptance".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from helios_jax.errors import InvariantError
+
+LEARNED, COPY = 0, 1  # rows of the source axis
+NUM_SOURCES = 2
+FIRST_WEIGHT = 2.0
+MAX_WEIGHT = 128.0
+LEAST_WEIGHT = 1e-100  # far below any weight that matters; bounds the division by an aged weight
+HALF_LIFE_TOKENS = 128.0
+PRIOR_STEP = 1.0 / 64.0  # weight of one completed prefix probability in the population prior
+OPTIMISM = math.log(20.0) / 2.0
+TOLERANCE = 1e-5  # rounding allowed to float32 running products of the device
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Acceptance:
+    """Read-only float64 columns; `depth` is the largest proposal depth of the catalogue.
+
+    Attributes:
+        accept_mean, accept_weight: [slots, sources, depth] verified survival of each prefix.
+        forecast_mean, forecast_weight: [slots, depth] joint prefix probability of the draft.
+        prior: [depth] population prior of the forecasts.
+    """
+
+    accept_mean: np.ndarray
+    accept_weight: np.ndarray
+    forecast_mean: np.ndarray
+    forecast_weight: np.ndarray
+    prior: np.ndarray
+
+    @property
+    def depth(self) -> int:
+        return len(self.prior)
+
+
+def new_acceptance(slots: int, depth: int) -> Acceptance:
+    """Estimates before any observation: 0.5^d everywhere, weight two."""
+    halves = 0.5 ** np.arange(1.0, depth + 1.0)
+    return _sealed(
+        Acceptance(
+            accept_mean=np.tile(halves, (slots, NUM_SOURCES, 1)),
+            accept_weight=np.full((slots, NUM_SOURCES, depth), FIRST_WEIGHT),
+            forecast_mean=np.tile(halves, (slots, 1)),
+            forecast_weight=np.full((slots, depth), FIRST_WEIGHT),
+            prior=halves,
+        )
+    )
+
+
+def reset_slots(acceptance: Acceptance, slots: np.ndarray | list[int]) -> Acceptance:
+    """Forget the former occupants of `slots`: nothing of a request outlives it but its share in the prior."""
+    if not acceptance.depth or not len(slots):
+        return acceptance
+    draft = _draft(acceptance)
+    draft.accept_mean[slots] = 0.5 ** np.arange(1.0, acceptance.depth + 1.0)
+    draft.forecast_mean[slots] = acceptance.prior
+    draft.accept_weight[slots] = draft.forecast_weight[slots] = FIRST_WEIGHT
+    return _sealed(draft)
+
+
+def observe_acceptance(
+    acceptance: Acceptance, source: np.ndarray | int, offered: np.ndarray, accepted: np.ndarray,
+    censored: np.ndarray, generated: np.ndarray, survival: np.ndarray | None = None,
+) -> Acceptance:  # fmt: skip
+    """Learn what the target decided in one completed frame, then age by the tokens generated.
+
+    Call it once a frame, after `observe_forecast`, also for frames without proposals: those
+    only age. A prefix of d proposals observes 1 for d <= accepted, 0 for accepted < d <= offered;
+    a censored lane (it terminated inside the block) observes nothing after its accepted prefix.
+
+    Args:
+        source: int [slots] or a number, LEARNED or COPY.
+        offered: int [slots] proposals that the target judged, 0 where none; at most `depth`.
+        accepted: int [slots] how many of them it accepted and emitted, 0 to offered.
+        censored: bool [slots].
+        generated: int [slots] output tokens of this frame.
+        survival: [slots, >= offered] cumulative products of min(1, p / q), or None. Where a value
+            is a number it replaces the 0 or 1 that was observed; NaN covers nothing.
+
+    Raises:
+        InvariantError: A survival value outside [0, 1], or a rising row.
+    """
+    if not acceptance.depth:
+        return acceptance
+    depths, draft = np.arange(1, acceptance.depth + 1), _draft(acceptance)
+    hit = depths <= accepted[:, None]
+    seen = (depths <= offered[:, None]) & (hit | ~censored[:, None])
+    observed = hit.astype(np.float64)
+    if survival is not None:
+        rows = _fitted(survival, acceptance.depth)
+        _check_falling(rows, depths <= offered[:, None], "survival", partial=True)
+        observed = np.where(np.isnan(rows), observed, np.clip(rows, 0.0, 1.0))
+    slots = np.flatnonzero(seen.any(axis=1))
+    rows_of = np.broadcast_to(np.asarray(source), offered.shape)[slots]
+    mean, weight = draft.accept_mean[slots, rows_of], draft.accept_weight[slots, rows_of]
+    _average(mean, weight, observed[slots], seen[slots])
+    draft.accept_mean[slots, rows_of], draft.accept_weight[slots, rows_of] = mean, weight
+    fading = np.exp2(-np.asarray(generated, np.float64) / HALF_LIFE_TOKENS)
+    draft.accept_weight[:] *= fading[:, None, None]
+    draft.forecast_weight[:] *= fading[:, None]
+    return _sealed(draft)
+
+
+def observe_forecast(
+    acceptance: Acceptance, confidence: np.ndarray, ceilings: np.ndarray, teaches: np.ndarray, produced: int
+) -> Acceptance:
+    """Learn the draft's own joint prefix probabilities of one completed confidence-producing round.
+
+    The population prior moves toward every one of them with weight 1/64; in ascending order, so
+    that the numbers of the slots do not matter.
+
+    Args:
+        confidence: [2, slots, draft_capacity] float32 sidecar: plane 0 the confidence of each
+            proposal, plane 1 the joint probability of the prefix that it ends.
+        ceilings: int [slots] frozen target rows of each lane, the pending one included, 0 for a
+            slot without a lane; prefixes below the ceiling are observed.
+        teaches: bool [slots] lanes that may teach the population prior (no target-only constraint).
+        produced: D, proposals that the program produced for every lane.
+
+    Raises:
+        InvariantError: The sidecar of a lane is not made of probabilities or its joint ones rise.
+    """
+    planes = checked_confidence(confidence, ceilings > 0, produced)
+    if not acceptance.depth:
+        return acceptance
+    joint = np.clip(_fitted(planes[1], acceptance.depth), 0.0, 1.0)
+    depths, draft = np.arange(1, acceptance.depth + 1), _draft(acceptance)
+    seen = depths < np.minimum(ceilings, produced + 1)[:, None]
+    _average(draft.forecast_mean, draft.forecast_weight, joint, seen)
+    draft.prior[:] = _taught(acceptance.prior, np.where(seen & teaches[:, None], joint, np.nan))
+    return _sealed(draft)
+
+
+def checked_confidence(confidence: np.ndarray, lanes: np.ndarray, produced: int) -> np.ndarray:
+    """The sidecar as float64, every produced prefix of every lane being a valid probability.
+
+    Raises:
+        InvariantError: Wrong shape, a value outside [0, 1] or not finite, or a rising joint probability.
+    """
+    planes = np.asarray(confidence, np.float64)
+    if planes.ndim != 3 or planes.shape[0] != 2 or planes.shape[1] != len(lanes) or planes.shape[2] < produced:
+        raise InvariantError(
+            f"the confidence sidecar must be [2, {len(lanes)}, >= {produced}], it is {list(planes.shape)}"
+        )
+    covered = np.broadcast_to(lanes[:, None], (len(lanes), produced))
+    values = planes[:, :, :produced]
+    valid = (values >= -TOLERANCE) & (values <= 1.0 + TOLERANCE)  # NaN compares false
+    if not (valid | ~covered).all():
+        slot = int(np.argwhere(~(valid | ~covered))[0, 1])
+        raise InvariantError(f"the confidence of slot {slot} is not made of probabilities: {values[:, slot].tolist()}")
+    _check_falling(values[1], covered, "joint confidence", partial=False)
+    return planes
+
+
+def survival(mean: np.ndarray, alpha: float = 1.0) -> np.ndarray:
+    """Prefix survival [..., depth] as ordinary selection uses it: non-increasing, raised to alpha."""
+    ordered = np.minimum.accumulate(mean, axis=-1) if mean.shape[-1] else mean
+    return ordered if alpha == 1.0 else ordered**alpha
+
+
+def optimistic(mean: np.ndarray, weight: np.ndarray, alpha: float = 1.0) -> np.ndarray:
+    """Survival as funded acceptance learning uses it: min(1, m + sqrt(ln 20 / (2 v))), non-increasing."""
+    scarce = np.maximum(weight, LEAST_WEIGHT)  # an estimate as old as this is no information
+    return survival(np.minimum(1.0, mean + np.sqrt(OPTIMISM / scarce)), alpha)
+
+
+def lane_lengths(
+    width: np.ndarray, depth: np.ndarray, copies: np.ndarray, room: np.ndarray, proposals: np.ndarray
+) -> np.ndarray:
+    """Target rows that a lane can use, its pending token included: min(D + 1, W, limits).
+
+    Args:
+        width, depth, copies: [C] W, D and whether the source is copy, of each program.
+        room: int [slots] output and context positions left, at least 1 for a decoder.
+        proposals: int [slots] copy proposals that the host offers.
+
+    Returns:
+        int64 [C, slots].
+    """
+    lengths = np.minimum(np.minimum(depth + 1, width)[:, None], room)
+    return np.where(copies[:, None], np.minimum(lengths, 1 + proposals), lengths)
+
+
+def expected_tokens(prefix_survival: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """1 + s_1 + ... + s_(length - 1), 0 for length 0.
+
+    Args:
+        prefix_survival: [slots, depth], or [C, slots, depth].
+        lengths: int [C, slots] target rows, at most depth + 1.
+
+    Returns:
+        float64 [C, slots].
+    """
+    sums = np.zeros((*prefix_survival.shape[:-1], prefix_survival.shape[-1] + 2))
+    sums[..., 1] = 1.0
+    np.cumsum(prefix_survival, axis=-1, out=sums[..., 2:])
+    sums[..., 2:] += 1.0
+    if sums.ndim == 2:
+        return sums[np.arange(len(sums)), lengths]
+    return np.take_along_axis(sums, lengths[..., None], -1)[..., 0]
+
+
+def _average(mean: np.ndarray, weight: np.ndarray, observed: np.ndarray, seen: np.ndarray) -> None:
+    """m <- (m v + y) / (v + 1), v <- min(v + 1, 128), in place where seen."""
+    mean[seen] = (mean[seen] * weight[seen] + observed[seen]) / (weight[seen] + 1.0)
+    weight[seen] = np.minimum(weight[seen] + 1.0, MAX_WEIGHT)
+
+
+def _taught(prior: np.ndarray, lessons: np.ndarray) -> np.ndarray:
+    """p <- p + (y - p) / 64 for each number of `lessons` [n, depth], ascending; NaN teaches nothing.
+
+    After k lessons y_0 ... y_(k-1) that is p (63/64)^k + sum of y_i (63/64)^(k-1-i) / 64.
+    """
+    ordered = np.sort(lessons, axis=0)  # NaN last
+    count = np.count_nonzero(~np.isnan(ordered), axis=0)
+    keep = 1.0 - PRIOR_STEP
+    later = count - 1 - np.arange(len(ordered))[:, None]
+    shares = np.where(later >= 0, PRIOR_STEP * keep ** np.maximum(later, 0), 0.0)
+    return prior * keep**count + (shares * np.where(np.isnan(ordered), 0.0, ordered)).sum(axis=0)
+
+
+def _check_falling(values: np.ndarray, covered: np.ndarray, what: str, *, partial: bool) -> None:
+    """Covered values are probabilities that never rise along a row; with `partial` NaN covers nothing."""
+    numbers = covered & ~np.isnan(values) if partial else covered
+    lowest = np.minimum.accumulate(np.where(numbers, values, np.inf), axis=-1)
+    valid = (values >= -TOLERANCE) & (values <= 1.0 + TOLERANCE) & (values <= lowest + TOLERANCE)
+    if (numbers & ~valid).any():
+        row = int(np.argwhere(numbers & ~valid)[0, 0])
+        raise InvariantError(f"the {what} of slot {row} must fall within [0, 1], it is {values[row].tolist()}")
+
+
+def _fitted(rows: np.ndarray, depth: int) -> np.ndarray:
+    """float64 [slots, depth]: the first `depth` columns, NaN where there are none."""
+    given = np.asarray(rows, np.float64)[:, :depth]
+    if given.shape[1] == depth:
+        return given
+    return np.concatenate([given, np.full((len(given), depth - given.shape[1]), np.nan)], axis=1)
+
+
+def _draft(acceptance: Acceptance) -> Acceptance:
+    """A writable copy; `_sealed` makes it a value again."""
+    return Acceptance(*[getattr(acceptance, field.name).copy() for field in dataclasses.fields(acceptance)])
+
+
+def _sealed(acceptance: Acceptance) -> Acceptance:
+    for field in dataclasses.fields(acceptance):
+        getattr(acceptance, field.name).setflags(write=False)
+    return acceptance
