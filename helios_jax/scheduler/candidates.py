@@ -83,7 +83,7 @@ class Decision(NamedTuple):
         duration_ms: float64 [programs], 0 = not measured.
         rates: Reciprocal rates and reference intervals.
         values: Scaled prices.
-        order: int64 [slots] slots, least recently used first, then by number.
+        order: int64 [at most slots] selectable slots, least recently used first, then by number.
     """
 
     state: State
@@ -109,6 +109,9 @@ def new_decision(state: State) -> Decision:
         requests.active & ~streaming, streaming, ending,
     )  # fmt: skip
     order = np.lexsort((np.arange(len(age_ms)), requests.last_use_ns))
+    # A projected decoder without output left may be over by then: it counts, but nothing selects it.
+    spent = (requests.phase == DECODE) & (requests.output_len >= requests.max_tokens)
+    order = order[~spent[order]]
     return Decision(state, duration, rates, scaled_values(state.policy, terms, longest), order)
 
 

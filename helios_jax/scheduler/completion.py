@@ -20,6 +20,7 @@ from helios_jax.scheduler import cost
 from helios_jax.scheduler.lifecycle import count_finish, release
 from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.records import check_timing, checked_records, has_ended
+from helios_jax.scheduler.refresh import settle
 from helios_jax.scheduler.service import charge_deliveries, charge_tokens
 from helios_jax.scheduler.stages import arrive, enter, open_window, set_bounds
 from helios_jax.scheduler.state import (
@@ -87,7 +88,7 @@ def complete(
     duration_ms = execution / cost.NS_PER_MS if raw > 0 else 0.0
     if duration_ms > 0:
         _charge(state, requests, frame, duration_ms, served)
-    interval = _interval(frame, duration_ms, requests, served, visible_before)
+    interval = _interval(frame, duration_ms, requests, served, visible_before, state.now_ns)
     requests.phase[ended] = RETIRING
     index = index_of(state.catalog, frame.plan.shape)
     completed = dataclasses.replace(
@@ -96,6 +97,7 @@ def complete(
         costs=cost.observe(state.costs, index, cost.sample_ns(timing), state.now_ns, state.policy.estimate_ttl_ns),
         frames=tuple(other for other in state.frames if other is not frame),
         interval=interval,
+        ledgers=settle(state.ledgers, frame.plan.reason, fence, execution, valid=raw > 0),
         counters=_count_execution(counters, frame, execution, measured=raw > 0, rebound=_count_rebound(events)),
     )
     return release(completed), tuple(events)
@@ -193,7 +195,7 @@ def _charge(state: State, requests: Requests, frame: Frame, duration_ms: float, 
 
 
 def _interval(
-    frame: Frame, duration_ms: float, requests: Requests, served: np.ndarray, delivery_r: np.ndarray
+    frame: Frame, duration_ms: float, requests: Requests, served: np.ndarray, delivery_r: np.ndarray, now_ns: int
 ) -> Interval:
     """What a publication of this fence may still correct.
 
@@ -206,7 +208,7 @@ def _interval(
     published = np.zeros(len(served), np.bool_)
     for column in (emitted, delivery_r, published):
         column.setflags(write=False)
-    return Interval(frame.fence, duration_ms, emitted, frame.delivery_n, delivery_r, published)
+    return Interval(frame.fence, duration_ms, emitted, frame.delivery_n, delivery_r, published, now_ns)
 
 
 def _count_rebound(events: list[Event]) -> int:

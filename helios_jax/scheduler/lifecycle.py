@@ -16,8 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from helios_jax.errors import CapacityError, InvariantError, RequestError, StalePlanError
-from helios_jax.scheduler.policy import needs_feedback
+from helios_jax.scheduler.cost import attempt
 from helios_jax.scheduler.programs import KINDS, index_of, lane_width, misfit, physical_tokens
+from helios_jax.scheduler.queue import closed, expected_service, needs_feedback, project
+from helios_jax.scheduler.refresh import PROBES, dispatched, is_funded, watch_idle
 from helios_jax.scheduler.resources import PagePool, give_back, pages_for, take
 from helios_jax.scheduler.service import corrected_deliveries, current_rates
 from helios_jax.scheduler.stages import check_images, first_stage
@@ -52,12 +54,17 @@ from helios_jax.scheduler.types import (
 def advance_to(state: State, now_ns: int) -> State:
     """Move the clock forward.
 
+    Two calls in a row that find nothing outstanding and nothing runnable mean an idle device:
+    exploration credit is discarded. One is not enough: it comes between the last completion
+    and the admission of those who waited for it.
+
     Raises:
         InvariantError: The time runs backwards; feed a monotonic clock.
     """
     if now_ns < state.now_ns:
         raise InvariantError(f"advance_to({now_ns}) runs backwards from {state.now_ns}")
-    return dataclasses.replace(state, now_ns=int(now_ns))
+    is_empty = not state.frames and not state.requests.runnable.any()
+    return dataclasses.replace(state, now_ns=int(now_ns), ledgers=watch_idle(state.ledgers, is_empty=is_empty))
 
 
 def can_admit(state: State, spec: RequestSpec) -> bool:
@@ -195,16 +202,17 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
     index = index_of(state.catalog, plan.shape)
     if fence <= state.last_fence:
         raise InvariantError(f"fence {fence} does not follow {state.last_fence}")
-    alone = plan.required_empty_queue or needs_feedback(state, index)
-    if state.frames and (alone or len(state.frames) >= state.limits.frames):
-        why = "needs completion feedback" if alone else "finds a full window"
-        raise StalePlanError(f"{plan.shape.name} {why} while fence {state.frames[-1].fence} is outstanding")
+    problem = closed(state)
+    if plan.reason in PROBES and not is_funded(state.ledgers, plan.reason):
+        problem = f"no {plan.reason} episode is funded"
+    if problem:
+        raise StalePlanError(f"{plan.shape.name} cannot be submitted: {problem}")
     slots = _checked_lanes(state, plan)
-    requests, rates = state.requests.draft(), current_rates(state)
-    participants = np.where(requests.active, requests.generation, 0)
-    frame = Frame(fence, plan, state.now_ns, participants, rates.token_n, rates.delivery_n, rates.token_r)
-    for column in (participants, rates.token_n, rates.delivery_n, rates.token_r):
-        column.setflags(write=False)
+    alone = plan.required_empty_queue or needs_feedback(state, index, slots)
+    if state.frames and alone:
+        raise StalePlanError(f"{plan.shape.name} needs completion feedback, fence {state.last_fence} is outstanding")
+    frame = _frozen(state, plan, fence, alone)
+    requests = state.requests.draft()
     requests.last_fence[slots], requests.last_use_ns[slots] = fence, state.now_ns
     requests.epoch[slots] += 1
     _extend_written(requests, plan, state.limits.draft_extent)
@@ -214,8 +222,20 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
         pool=_take_pages(state.pool, requests, slots, state.limits.page_size),
         frames=(*state.frames, frame),
         last_fence=fence,
+        costs=attempt(state.costs, index, state.now_ns),
+        ledgers=dispatched(state.ledgers, plan.reason, fence),
         counters=_count_tokens(state.counters, plan),
     )
+
+
+def _frozen(state: State, plan: ScheduledPlan, fence: Fence, alone: bool) -> Frame:
+    """The frame of a plan with its participants, normalisers and expected service of this moment."""
+    rates = current_rates(state)
+    participants = np.where(state.requests.active, state.requests.generation, 0)
+    columns = (participants, rates.token_n, rates.delivery_n, rates.token_r)
+    for column in columns:
+        column.setflags(write=False)
+    return Frame(fence, plan, state.now_ns, *columns, *expected_service(plan, state.limits.slots), alone)
 
 
 def _extend_written(requests: Requests, plan: ScheduledPlan, draft_extent: int) -> None:
@@ -238,7 +258,10 @@ _PHASES_OF_ROLE = {
 
 
 def _checked_lanes(state: State, plan: ScheduledPlan) -> np.ndarray:
-    """Slots of the plan's lanes, every one still as it was when the plan was made."""
+    """Slots of the plan's lanes, every one still as it was when the plan was made.
+
+    Behind outstanding frames a lane starts where their ceilings end at the latest.
+    """
     requests, lanes = state.requests, plan.lanes
     problem = misfit(plan.shape, lanes, plan.prompt_row)
     if problem or len(lanes) != len(plan.epochs):
@@ -248,7 +271,8 @@ def _checked_lanes(state: State, plan: ScheduledPlan) -> np.ndarray:
     if slots.min() < 0 or slots.max() >= state.limits.slots:
         raise StalePlanError(f"{plan.shape.name} names slots {slots}, there are {state.limits.slots}")
     current = (requests.generation[slots] == generations) & (requests.epoch[slots] == np.array(plan.epochs))
-    current &= requests.committed_len[slots] == starts
+    projected = project(state).requests
+    current &= (projected.committed_len[slots] == starts) & (projected.phase[slots] == requests.phase[slots])
     current &= [phase in _PHASES_OF_ROLE[lane.role] for lane, phase in zip(lanes, requests.phase[slots], strict=True)]
     if not current.all():
         handle = lanes[int(np.flatnonzero(~current)[0])].handle

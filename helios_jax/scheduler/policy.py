@@ -6,10 +6,13 @@ The life of a decision:
 2. Every loaded program gets its best cohort (`candidates`, `prerequisites`); redundant padding
    and larger unmeasured prefills drop out there.
 3. An indeterminate candidate wins over a determinate one and then competes by value;
-   determinate ones compete by value per time less the waiting that they impose.
+   determinate ones compete by value per time less the waiting that they impose. A full
+   exploration ledger lets one probe displace a determinate winner (`refresh`).
 4. Ties fall by shorter known time, more served requests, less recently used requests, smaller
    padding, mean time of last use, slot number.
 5. The winner becomes a `ScheduledPlan`. Nothing is changed: `lifecycle.commit` does that.
+   Behind outstanding frames all of this happens on their projection, and a winner that needs
+   an empty window makes the window drain instead of giving way (`queue`).
 
 Per-chunk lateness, duration ceilings, smallest-fitting filters and forced oldest requests do
 not exist: efficiency and age are already in the score.
@@ -21,14 +24,15 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, decode_candidates, new_decision, prefill_candidates
 from helios_jax.scheduler.catalog import ProgramKind
-from helios_jax.scheduler.cost import is_fresh
 from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
+from helios_jax.scheduler.queue import closed, needs_feedback, project
+from helios_jax.scheduler.refresh import credit_ns, is_funded, stale_alternatives
 from helios_jax.scheduler.stages import next_features
 from helios_jax.scheduler.state import Requests, State
 from helios_jax.scheduler.types import Lane, LaneRole, RequestHandle, ScheduledPlan, SelectionReason
 
-__all__ = ["POLICY_PRESETS", "PolicyConfig", "needs_feedback", "plan_next", "policy_preset", "scores"]
+__all__ = ["POLICY_PRESETS", "PolicyConfig", "plan_next", "policy_preset", "scores"]
 
 _NEVER = np.iinfo(np.int64).max
 _ROLES = {
@@ -45,18 +49,31 @@ _ROLES = {
 
 
 def plan_next(state: State) -> ScheduledPlan | None:
-    """The best next program, or None when nothing is runnable or the window is full.
+    """The best next program; None when nothing is runnable, or nothing may be submitted before a completion.
 
     Cost: O(programs x slots) array work, no loop over their product.
     """
-    if state.frames or not state.requests.runnable.any():
+    if closed(state) or not state.requests.runnable.any():
         return None
+    plan = _select(project(state))
+    drain = plan is not None and state.frames and plan.required_empty_queue
+    return None if drain else plan
+
+
+def _select(state: State) -> ScheduledPlan | None:
+    """The winner of all candidates, whatever it needs."""
     decision = new_decision(state)
     candidates = _all_candidates(decision)
     if candidates is None:
         return None
     rates = scores(candidates, decision.values.waiting)
-    return _plan(decision, candidates, _winner(decision, candidates, rates), rates)
+    known, reason = candidates.known, SelectionReason.ORDINARY
+    winner = _best(decision, candidates, rates, known if known.all() else ~known)
+    if known.all() and is_funded(state.ledgers, SelectionReason.TIMING_REFRESH):
+        alternatives = stale_alternatives(decision, candidates, winner)
+        if alternatives.any():
+            winner, reason = _best(decision, candidates, rates, alternatives), SelectionReason.TIMING_REFRESH
+    return _plan(decision, candidates, winner, rates, reason)
 
 
 def scores(candidates: Candidates, waiting: float) -> np.ndarray:
@@ -69,15 +86,6 @@ def scores(candidates: Candidates, waiting: float) -> np.ndarray:
     return np.where(candidates.known, candidates.value / duration - 0.5 * duration * waiting, candidates.value)
 
 
-def needs_feedback(state: State, index: int) -> bool:
-    """Whether a program must run alone and be completed before anything is queued behind it.
-
-    Only decode may be queued, and only with a measured and fresh duration.
-    """
-    queueable = state.catalog.shapes[index].kind is ProgramKind.DECODE
-    return not (queueable and is_fresh(state.costs, index, state.now_ns, state.policy.estimate_ttl_ns))
-
-
 def _all_candidates(decision: Decision) -> Candidates | None:
     blocks = [decode_candidates(decision)]
     blocks += [prefill_candidates(decision, scored=scored) for scored in (False, True)]
@@ -88,10 +96,8 @@ def _all_candidates(decision: Decision) -> Candidates | None:
     return Candidates(*[np.concatenate(column) for column in zip(*found, strict=True)])
 
 
-def _winner(decision: Decision, candidates: Candidates, rates: np.ndarray) -> int:
-    """Row of the winner: discovery first, then score, then the tie order."""
-    known = candidates.known
-    eligible = known if known.all() else ~known
+def _best(decision: Decision, candidates: Candidates, rates: np.ndarray, eligible: np.ndarray) -> int:
+    """Row of the best of the `eligible` candidates (bool [C], one at least): by score, then the tie order."""
     best = rates[eligible].max()
     tied = np.flatnonzero(eligible & (rates == best))
     if len(tied) == 1:
@@ -112,12 +118,16 @@ def _winner(decision: Decision, candidates: Candidates, rates: np.ndarray) -> in
     return int(tied[np.lexsort(keys)[0]])
 
 
-def _plan(decision: Decision, candidates: Candidates, row: int, rates: np.ndarray) -> ScheduledPlan:
+def _plan(
+    decision: Decision, candidates: Candidates, row: int, rates: np.ndarray, reason: SelectionReason
+) -> ScheduledPlan:
     state, index = decision.state, int(candidates.first[row])
     shape = state.catalog.shapes[index]
     slots = np.flatnonzero(candidates.members[row])
     prompt = int(candidates.prompt[row])
     estimate = int(state.costs.estimate_ns[index])
+    if not estimate:  # an unmeasured program that only follows leaves the submitted one ordinary
+        reason = SelectionReason.DISCOVERY
     return ScheduledPlan(
         shape=shape,
         lanes=_lanes(state, shape.kind, slots, candidates.lengths[row], prompt),
@@ -125,9 +135,11 @@ def _plan(decision: Decision, candidates: Candidates, row: int, rates: np.ndarra
         estimated_duration_ns=estimate,
         value_rate=float(rates[row]),
         log_scale=decision.values.log_scale,
-        reason=SelectionReason.ORDINARY if estimate else SelectionReason.DISCOVERY,
-        required_empty_queue=needs_feedback(state, index),
+        reason=reason,
+        required_empty_queue=needs_feedback(state, index, slots),
         prompt_row=int(np.searchsorted(slots, prompt)) if prompt >= 0 else -1,
+        exploration_credit_ns=credit_ns(state.ledgers, reason),
+        observation_age_ns=int(state.now_ns - state.costs.observed_ns[index]) if estimate else None,
     )
 
 

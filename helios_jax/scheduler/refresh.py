@@ -126,6 +126,13 @@ def open_episode(ledgers: Ledgers, reason: SelectionReason, fence: Fence) -> Led
     return _with(ledgers, reason, dataclasses.replace(ledgers.of(reason), episode=fence))
 
 
+def dispatched(ledgers: Ledgers, reason: SelectionReason, fence: Fence) -> Ledgers:
+    """A plan was committed: a probe opens its episode, and the state is not empty any more."""
+    if reason in PROBES:
+        ledgers = open_episode(ledgers, reason, fence)
+    return dataclasses.replace(ledgers, was_empty=False) if ledgers.was_empty else ledgers
+
+
 def settle(ledgers: Ledgers, reason: SelectionReason, fence: Fence, execution_ns: int, *, valid: bool) -> Ledgers:
     """Account for a completed execution: a probe pays, valid ordinary work earns, discovery does neither.
 

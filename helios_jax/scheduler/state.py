@@ -31,6 +31,7 @@ from helios_jax.scheduler.catalog import MAX_SLOTS, Catalog
 from helios_jax.scheduler.cost import CostTable, new_costs
 from helios_jax.scheduler.preferences import PolicyConfig
 from helios_jax.scheduler.programs import KINDS, ProgramTable, tabulate
+from helios_jax.scheduler.refresh import Ledgers
 from helios_jax.scheduler.resources import PagePool, new_pool
 from helios_jax.scheduler.types import Fence, FinishReason, Limits, RequestSpec, ScheduledPlan, SelectionReason
 
@@ -159,6 +160,9 @@ class Frame:
         participants: int64 [slots] generation of each resident runnable request, else 0.
         token_n, delivery_n: float64 [slots] normalisers, units/ms, NaN where unknown.
         first_token_r: float64 [slots] the r that an unmeasured participant starts from.
+        expected_tokens, expected_deliveries: float64 [slots] output that the frame is expected
+            to serve, 0 outside the lanes that decode; projection applies it.
+        alone: It needs completion feedback: nothing may be submitted behind it.
     """
 
     fence: Fence
@@ -168,6 +172,9 @@ class Frame:
     token_n: np.ndarray
     delivery_n: np.ndarray
     first_token_r: np.ndarray
+    expected_tokens: np.ndarray
+    expected_deliveries: np.ndarray
+    alone: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,6 +188,7 @@ class Interval:
         delivery_n: float64 [slots] normalisers frozen at commit.
         delivery_r: float64 [slots] r before the interval.
         published: bool [slots], corrected already.
+        completed_ns: When the completion was observed; the next frame has had the device since.
     """
 
     fence: Fence
@@ -189,6 +197,7 @@ class Interval:
     delivery_n: np.ndarray
     delivery_r: np.ndarray
     published: np.ndarray
+    completed_ns: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +235,7 @@ class State:
     interval: Interval | None
     last_fence: Fence
     counters: Counters
+    ledgers: Ledgers
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, State) and state_digest(self) == state_digest(other)
@@ -266,6 +276,7 @@ def new_state(catalog: Catalog, limits: Limits, policy: PolicyConfig | None = No
         interval=None,
         last_fence=0,
         counters=Counters(),
+        ledgers=Ledgers(),
     )
 
 

@@ -238,6 +238,8 @@ class ScheduledPlan:
         required_empty_queue: The plan needs completion feedback and an empty window.
         prompt_row: Index in `lanes` of the prompt row of a mixed program, -1 without one.
         exploration_credit_ns: Balance of the ledger that paid for an exploration, else 0.
+        expected_tokens: Output tokens expected of each lane, in lane order; empty means one each.
+        observation_age_ns: Age of the program's last valid observation, None if it has none.
     """
 
     shape: ProgramShape
@@ -250,6 +252,8 @@ class ScheduledPlan:
     required_empty_queue: bool
     prompt_row: int = -1
     exploration_credit_ns: int = 0
+    expected_tokens: tuple[float, ...] = ()
+    observation_age_ns: int | None = None
 
     def selection_value_rate(self) -> float:
         """The scaled score of the winner, value/ms over the decision's common scale."""

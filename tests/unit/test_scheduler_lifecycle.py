@@ -151,7 +151,7 @@ def test_new_state_refuses_impossible_limits() -> None:
         new_state(Catalog(tuple(s for s in small_catalog() if str(s.kind) != "decode")), small_limits())
 
 
-def test_one_frame_in_flight() -> None:
+def test_a_frame_that_needs_feedback_is_alone() -> None:
     state, _ = decoding_state(2)
     plan = plan_next(state)
     assert plan is not None
@@ -192,9 +192,10 @@ def test_a_newcomer_does_not_invalidate_a_plan() -> None:
 
 
 def test_commit_checks_freshness_again() -> None:
-    """With a wider window, a decode planned while fresh may not queue once its estimate is stale."""
+    """A decode planned while fresh may not queue once its estimate is stale."""
     state, _ = decoding_state(2)
     state = measured(state, lambda _: 2 * MS)
+    state = advance_to(state, state.now_ns + state.policy.estimate_ttl_ns)  # fresh for the last time
     plan = plan_next(state)
     assert plan is not None
     assert not plan.required_empty_queue
@@ -202,7 +203,7 @@ def test_commit_checks_freshness_again() -> None:
     rest = dataclasses.replace(plan, lanes=plan.lanes[1:], epochs=plan.epochs[1:])
     busy = commit(state, other, state.last_fence + 1)
     assert len(commit(busy, rest, busy.last_fence + 1).frames) == 2
-    stale = advance_to(busy, busy.now_ns + state.policy.estimate_ttl_ns + 1)
+    stale = advance_to(busy, busy.now_ns + 1)
     with pytest.raises(StalePlanError, match="completion feedback"):
         commit(stale, rest, stale.last_fence + 1)
 

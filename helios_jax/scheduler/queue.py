@@ -1,0 +1,143 @@
+"""The two-slot execution queue: what may be appended to it, and the state that it leads to.
+
+The device works through its frames in order. While one runs, the next may be waiting behind
+it, so that the device does not idle while the host plans. The life of an appended frame:
+
+1. `closed` says whether anything may be appended at all: a slot of the window is free, no
+   outstanding frame needs feedback, and none has overrun its expected end.
+2. `project` gives the state that is expected when the outstanding frames are over. Selection
+   runs on it with every candidate, those that could never be appended included.
+3. The winner is appended if it needs no feedback (`needs_feedback`). Otherwise nothing is
+   submitted until the window drains: a lower-value queueable program does not displace it.
+4. `commit` freezes what the frame is expected to serve, so the next projection can use it.
+
+There is no limit in milliseconds on a frame or on the queue. Projection publishes nothing and
+commits nothing: it is a copy that selection reads and drops.
+
+Source: specification, "Planning and the execution queue".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from helios_jax.scheduler.catalog import ProgramKind
+from helios_jax.scheduler.cost import NS_PER_MS, is_fresh
+from helios_jax.scheduler.programs import packed_rows
+from helios_jax.scheduler.service import charge_deliveries, charge_tokens, corrected_deliveries
+from helios_jax.scheduler.state import RETIRING, Frame, Requests, State
+from helios_jax.scheduler.types import FEEDBACK, LaneRole, ScheduledPlan
+
+_QUEUEABLE = (ProgramKind.DECODE, ProgramKind.SPECULATIVE)
+
+
+def needs_feedback(state: State, index: int, slots: np.ndarray) -> bool:
+    """Whether a program with these lanes must run alone and complete before anything else is submitted.
+
+    Only ordinary decode and complete speculative rounds can do without, with a measured and
+    fresh duration, and for lanes whose next input does not depend on the host seeing this output.
+
+    Args:
+        index: Row of the program.
+        slots: int [lanes] slots of its lanes.
+    """
+    if state.catalog.shapes[index].kind not in _QUEUEABLE:
+        return True
+    if not is_fresh(state.costs, index, state.now_ns, state.policy.estimate_ttl_ns):
+        return True
+    return bool((state.requests.constraints[slots] & int(FEEDBACK)).any())
+
+
+def closed(state: State) -> str:
+    """Why no frame may be submitted now; empty if one may."""
+    frames = state.frames
+    if len(frames) >= state.limits.frames:
+        return f"the window of {state.limits.frames} frames is full"
+    alone = next((frame.fence for frame in frames if frame.alone), None)
+    if alone is not None:
+        return f"fence {alone} is outstanding and needs completion feedback"
+    if frames and state.now_ns > expected_end_ns(state):
+        return f"fence {frames[-1].fence} has overrun its expected end"
+    return ""
+
+
+def expected_end_ns(state: State) -> int:
+    """When the outstanding frames are expected to be over; the last completion without any.
+
+    A frame starts at its dispatch or when the one before it is over, whichever is later.
+    """
+    end_ns = state.interval.completed_ns if state.interval else 0
+    for frame in state.frames:
+        end_ns = max(end_ns, frame.dispatched_ns) + frame.plan.estimated_duration_ns
+    return end_ns
+
+
+def expected_service(plan: ScheduledPlan, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Expected output tokens and deliveries of a generation program, float64 [slots] each, read-only."""
+    tokens, deliveries = np.zeros((2, num_slots))
+    for row, lane in enumerate(plan.lanes):
+        if lane.role is LaneRole.DECODE:
+            tokens[lane.handle.slot] = plan.expected_tokens[row] if plan.expected_tokens else 1.0
+            deliveries[lane.handle.slot] = 1.0
+    for column in (tokens, deliveries):
+        column.setflags(write=False)
+    return tokens, deliveries
+
+
+def project(state: State) -> State:
+    """The state at the queue's expected end, for selection only.
+
+    1. Prices: each frame's frozen expected service over its estimated duration, by the same
+       update as measured service; participants without service count as well.
+    2. Ages: a request with an expected delivery is as old as that delivery.
+    3. Positions and output: the most that each queued lane can advance, min(ceiling, P). A
+       request that may be over by then keeps its place among the streams but has no output
+       left, so nothing selects it; one that is certainly over leaves.
+    4. Copy proposals of queued requests are void: they continue a context that will have moved.
+
+    The window of the result is empty; without outstanding frames it is the state itself.
+    """
+    if not state.frames:
+        return state
+    requests = state.requests.draft()
+    end_ns = state.interval.completed_ns if state.interval else 0
+    for frame in state.frames:
+        end_ns = max(end_ns, frame.dispatched_ns) + frame.plan.estimated_duration_ns
+        _serve(state, requests, frame, end_ns)
+    _advance(state, requests)
+    return dataclasses.replace(state, now_ns=max(end_ns, state.now_ns), requests=requests.sealed(), frames=())
+
+
+def _serve(state: State, requests: Requests, frame: Frame, end_ns: int) -> None:
+    """Apply one frame's expected service to the prices and ages, in place."""
+    members = (frame.participants == requests.generation) & requests.active
+    duration_ms, tau_ms = frame.plan.estimated_duration_ns / NS_PER_MS, state.policy.adaptation_ms
+    if duration_ms <= 0:
+        return  # discovery: it runs alone, and no projection is asked for
+    delivered = members & (frame.expected_deliveries > 0)
+    before = requests.delivery_r[delivered]
+    requests.token_r[:] = charge_tokens(
+        requests.token_r, frame.first_token_r, members, duration_ms, frame.expected_tokens, frame.token_n, tau_ms
+    )
+    requests.delivery_r[:] = charge_deliveries(requests.delivery_r, members, duration_ms, frame.delivery_n, tau_ms)
+    requests.delivery_r[delivered] = corrected_deliveries(before, duration_ms, frame.delivery_n[delivered], tau_ms)
+    requests.visible_ns[delivered] = end_ns
+
+
+def _advance(state: State, requests: Requests) -> None:
+    """Move positions and outputs of the queued lanes to their bounds, in place."""
+    at_least, at_most = np.zeros((2, state.limits.slots), np.int64)
+    for frame in state.frames:
+        packed = packed_rows(frame.plan.shape)
+        for lane in frame.plan.lanes:
+            if lane.role is LaneRole.DECODE:
+                at_least[lane.handle.slot] += 1
+                at_most[lane.handle.slot] += min(lane.length, packed)
+    queued = (at_most > 0) & requests.active
+    over = queued & (requests.output_len + at_least >= requests.max_tokens)
+    requests.committed_len[queued] += at_most[queued]
+    requests.output_len[queued] = np.minimum(requests.output_len + at_most, requests.max_tokens)[queued]
+    requests.proposals[queued] = 0
+    requests.phase[over] = RETIRING
