@@ -139,8 +139,20 @@ class Rates(NamedTuple):
 def current_rates(state: State) -> Rates:
     """Reciprocal rates, reference intervals and normalisers from measured programs only.
 
+    A state is a value, so they are computed once for it: planning and committing share them.
+
     Source: scheduling-utility.md sections 3 (first values), 4 and 5.
     """
+    known: Rates | None = vars(state).get(_MEMO)
+    if known is None:
+        known = vars(state)[_MEMO] = _rates(state)
+    return known
+
+
+_MEMO = "_rates"  # not a field: it takes no part in a state's value
+
+
+def _rates(state: State) -> Rates:
     requests, duration = state.requests, durations_ms(state.costs)
     family, feasible = stream_families(state)
     sigma, reference = reference_intervals(family, feasible, duration, state.programs.batch)
