@@ -22,6 +22,7 @@ from helios_jax.scheduler.queue import closed, expected_service, needs_feedback,
 from helios_jax.scheduler.refresh import PROBES, dispatched, is_funded, watch_idle
 from helios_jax.scheduler.resources import PagePool, give_back, pages_for, take
 from helios_jax.scheduler.service import corrected_deliveries, current_rates
+from helios_jax.scheduler.speculation import reset_slots
 from helios_jax.scheduler.stages import check_images, first_stage
 from helios_jax.scheduler.state import (
     DECODE,
@@ -157,7 +158,12 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
     specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])
     counters = dataclasses.replace(state.counters, admitted=state.counters.admitted + 1)
     admitted = dataclasses.replace(
-        state, now_ns=max(state.now_ns, int(now_ns)), requests=requests.sealed(), specs=specs, counters=counters
+        state,
+        now_ns=max(state.now_ns, int(now_ns)),
+        requests=requests.sealed(),
+        specs=specs,
+        counters=counters,
+        acceptance=reset_slots(state.acceptance, [slot]),
     )
     return admitted, RequestHandle(slot, int(requests.generation[slot]))
 
