@@ -17,6 +17,9 @@ test that plants the corruption it guards against. None reads the counter that i
 11. Columns are read-only, of the right type and one row a slot.
 12. The next endpoint is the one that the spec's message ends give.
 13. Plans in flight are in the catalogue, fit their program, and lanes are distinct.
+14. Exploration: no credit above the cap or beyond what was earned, P <= share / (1 - share) O + D.
+15. One exploration episode at most is open, and it is the outstanding frame selected for it.
+16. A frame that needs feedback is alone; expected service is within the bounds of its lanes.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import numpy as np
 
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler.cost import WINDOW, median_ns
+from helios_jax.scheduler.invariants_ledgers import budgets, episodes, queue
 from helios_jax.scheduler.programs import misfit
 from helios_jax.scheduler.resources import pages_for
 from helios_jax.scheduler.service import MAX_R, MIN_R
@@ -190,6 +194,7 @@ def _times(state: State) -> str | None:
         ("last_use_ns", state.requests.last_use_ns),
         ("visible_ns", state.requests.visible_ns),
         ("observed_ns", state.costs.observed_ns),
+        ("attempted_ns", state.costs.attempted_ns),
         ("dispatched_ns", np.array([frame.dispatched_ns for frame in state.frames], np.int64)),
     ):
         if (column > state.now_ns).any():
@@ -243,4 +248,7 @@ _CHECKS: tuple[Callable[[State], str | None], ...] = (
     _columns,
     _endpoints,
     _plans,
+    budgets,
+    episodes,
+    queue,
 )

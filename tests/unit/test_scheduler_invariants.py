@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,7 @@ CORRUPTIONS: list[tuple[int, str, Corruption]] = [
     (10, "a use in the future", column("last_use_ns", 0, 2**60)),
     (10, "an output in the future", column("visible_ns", 0, 2**60)),
     (10, "an observation in the future", cost("observed_ns", 2**60)),
+    (10, "an attempt in the future", cost("attempted_ns", 2**60)),
     (11, "a writeable column", unseal),
     (11, "a column of another type", lambda s: dataclasses.replace(
         s, requests=dataclasses.replace(s.requests, epoch=sealed(s.requests.epoch, np.int32)))),
@@ -156,4 +159,8 @@ def test_planted_corruption_is_found(number: int, name: str, corrupt: Corruption
 
 
 def test_every_invariant_has_a_corruption() -> None:
-    assert {number for number, _, _ in CORRUPTIONS} == set(range(1, len(invariants_module._CHECKS) + 1))
+    """The modules beside this one with the same prefix hold the corruptions of their topics."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("test_scheduler_invariants*.py"))
+    planted = [importlib.import_module(f"tests.unit.{name}").CORRUPTIONS for name in names]
+    numbers = {number for corruptions in planted for number, *_ in corruptions}
+    assert numbers == set(range(1, len(invariants_module._CHECKS) + 1))
