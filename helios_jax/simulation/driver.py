@@ -82,6 +82,9 @@ class Admission(Protocol):
     def choose(self, waiting: Sequence[int]) -> int:
         """Index in `waiting` (in order of arrival) of the request that is next."""
 
+    def left(self, number: int) -> None:
+        """It left the queue without a slot: refused or cancelled."""
+
     def admitted(self, number: int, handle: RequestHandle) -> None:
         """It got its slot."""
 
@@ -136,8 +139,11 @@ class Simulation:
         self._frames: deque[Submitted] = deque()
         self._fence = scheduler.state.last_fence
 
-    def run(self, *, until_ns: int | None = None) -> None:
+    def run(self, *, until_ns: int | None = None) -> bool:
         """Run until nothing is left to do, or until virtual time passes `until_ns`.
+
+        Returns:
+            Whether anything is left to do.
 
         Raises:
             InvariantError: Requests wait or are runnable although nothing will ever happen.
@@ -148,7 +154,8 @@ class Simulation:
             if plan is not None:
                 self._submit(plan)
             elif not self._advance():
-                return
+                return False
+        return True
 
     def digest(self) -> str:
         """Hash of the scheduler's state."""
@@ -212,6 +219,8 @@ class Simulation:
                 raise
             self.requests[number].reason = "refused"
             del self._waiting[index]
+            if self._admission:
+                self._admission.left(number)
             return False
 
     def _admit(self, number: int) -> None:
@@ -236,6 +245,8 @@ class Simulation:
                 self._checked()
             elif number in self._waiting:
                 self._waiting.remove(number)
+                if self._admission:
+                    self._admission.left(number)
 
     def _submit(self, plan: ScheduledPlan) -> None:
         self._fence += 1

@@ -1,0 +1,239 @@
+"""One experiment: a policy on a cost profile under a trace, in virtual time.
+
+1. The trace becomes arrivals; the profile becomes the device's durations.
+2. The catalogue has every program that the profile can price: decode, initialise and packed prefill
+   programs, mixed ones, and with an acceptance table speculative rounds of its depth.
+3. The run goes on until the last request that arrived within the window is over.
+4. The report, and the series for the page.
+
+Everything follows from the `Experiment` value: equal ones give equal outcomes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from helios_jax.errors import ConfigError
+from helios_jax.scheduler.catalog import (
+    MAX_SLOTS,
+    Allocation,
+    Catalog,
+    ProgramKind,
+    ProgramShape,
+    ProposalSource,
+    powers_of_two,
+    prompt_buckets,
+)
+from helios_jax.scheduler.preferences import POLICY_PRESETS, policy_preset
+from helios_jax.scheduler.resources import pages_for
+from helios_jax.scheduler.scheduler import Scheduler
+from helios_jax.scheduler.types import Limits, RequestSpec
+from helios_jax.simulation.acceptance import AcceptanceSampler, AcceptanceTable
+from helios_jax.simulation.baselines import BASELINES, VtcAdmission, baseline
+from helios_jax.simulation.device import FakeDevice
+from helios_jax.simulation.driver import Admission, Arrival, Served, Simulation
+from helios_jax.simulation.profiles import CostProfile, ProfileCosts
+from helios_jax.simulation.report import NS_PER_S, Objectives, Recorder, make_report
+from helios_jax.simulation.traces import Trace
+
+POLICIES = (*POLICY_PRESETS, *BASELINES)
+PAGE_SIZE = 64
+PROMPT_ROWS = (1, 8)  # request rows of prefill programs: alone, and packed
+GIB = 2**30
+Progress = Callable[[float], None]  # share of the window that has passed, 0 to 1 and beyond
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that a run depends on, its trace apart.
+
+    Attributes:
+        profile: Step times.
+        policy: One of `POLICIES`.
+        slots: Requests that run at the same time, 1 to 64.
+        seconds: Requests arrive for so long.
+        seed: Of the device's draws.
+        acceptance: Rates of speculation; None runs without.
+        objectives: Of goodput.
+        prefill_chunk: Most prompt tokens of one program.
+        token_budget: Tokens of one step of `fcfs-chunked`.
+        max_context: Tokens of a request, prompt and output; longer ones are refused.
+        kv_gib: Cache, GiB.
+        host_ms: Host time of a step that a queued frame hides.
+        frames: Frames in flight.
+        max_queue: Requests that may wait; later ones are refused. None = no bound.
+        check: Check the numbered invariants and the device's page books after every event.
+    """
+
+    profile: CostProfile
+    policy: str = "balanced"
+    slots: int = 64
+    seconds: float = 60.0
+    seed: int = 0
+    acceptance: AcceptanceTable | None = None
+    objectives: Objectives = dataclasses.field(default_factory=Objectives)
+    prefill_chunk: int = 2048
+    token_budget: int = 512
+    max_context: int = 16384
+    kv_gib: float = 50.0
+    host_ms: float = 0.2
+    frames: int = 2
+    max_queue: int | None = None
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"unknown policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        for name, low, high in (
+            ("slots", 1, MAX_SLOTS), ("prefill_chunk", 64, 65536), ("token_budget", 64, 65536),
+            ("max_context", 2, 2**24), ("frames", 1, 2), ("max_queue", 0, 2**31),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} must be in [{low}, {high}], got {value}")
+        for name in ("seconds", "kv_gib"):
+            if not math.isfinite(getattr(self, name)) or getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be finite and greater than zero, got {getattr(self, name)}")
+        for name in ("ttft_ms", "gap_ms"):
+            value = getattr(self.objectives, name)
+            if not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"slo_{name} must be finite and greater than zero, got {value}")
+        if not math.isfinite(self.host_ms) or self.host_ms < 0:
+            raise ConfigError(f"host_ms must be finite and at least 0, got {self.host_ms}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        report: See `report`.
+        requests: What every request experienced, in order of arrival.
+        recorder: Program mix and prices.
+        offered_per_s: Requests that arrived a second.
+    """
+
+    report: dict[str, Any]
+    requests: list[Served]
+    recorder: Recorder
+    offered_per_s: float
+
+
+def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | None = None) -> Outcome:
+    """Run to the end of the last request.
+
+    Raises:
+        ConfigError: A limit that no request or program can meet.
+    """
+    scheduler, admission = _scheduler(experiment, trace)
+    sampler = AcceptanceSampler(experiment.acceptance, experiment.seed) if experiment.acceptance else None
+    method = experiment.acceptance.method if experiment.acceptance else "eagle3"
+    device = FakeDevice(
+        ProfileCosts(experiment.profile, method), PAGE_SIZE, host_ns=round(experiment.host_ms * 1e6),
+        slots=experiment.slots, sampler=sampler, check_pages=experiment.check,
+    )  # fmt: skip
+    arrivals = _arrivals(trace)
+    recorder = Recorder(scheduler, experiment.seconds, _tracked(trace, experiment))
+    simulation = Simulation(
+        scheduler, device, arrivals, check=experiment.check, keep=False, refuse=True,
+        max_queue=experiment.max_queue, admission=admission, observe=recorder,
+    )  # fmt: skip
+    window_tokens = _run(simulation, experiment.seconds, progress)
+    report = make_report(
+        experiment.policy, simulation.requests, scheduler, experiment.objectives, window_tokens, experiment.seconds
+    )
+    return Outcome(
+        report=report, requests=simulation.requests, recorder=recorder, offered_per_s=len(trace) / experiment.seconds
+    )
+
+
+STEPS = 200  # reports of progress over the arrival window
+
+
+def _run(simulation: Simulation, seconds: float, progress: Progress | None) -> int:
+    """Run in steps of virtual time; returns the tokens that were visible at the end of the window."""
+    for step in range(1, STEPS + 1):
+        simulation.run(until_ns=int(step / STEPS * seconds * NS_PER_S))
+        if progress:
+            progress(step / STEPS)
+    window_tokens = sum(request.num_tokens for request in simulation.requests)
+    while simulation.run(until_ns=simulation.clock.now_ns + int(seconds / STEPS * NS_PER_S) + 1):
+        if progress:
+            progress(simulation.clock.now_ns / NS_PER_S / seconds)
+    return window_tokens
+
+
+def _scheduler(experiment: Experiment, trace: Trace) -> tuple[Scheduler, Admission | None]:
+    depth = experiment.acceptance.depth if experiment.acceptance else 0
+    catalog = simulation_catalog(experiment.slots, experiment.prefill_chunk, depth)
+    tokens = int(experiment.kv_gib * GIB / experiment.profile.kv_bytes_per_token)
+    pages = min(tokens // PAGE_SIZE, experiment.slots * pages_for(experiment.max_context + depth, PAGE_SIZE))
+    if pages < 1:
+        raise ConfigError(f"{experiment.kv_gib} GiB of cache hold no page of {PAGE_SIZE} tokens")
+    limits = Limits(
+        slots=experiment.slots, pages=pages, page_size=PAGE_SIZE, max_context=experiment.max_context,
+        draft_extent=depth, frames=experiment.frames,
+    )  # fmt: skip
+    if experiment.policy in POLICY_PRESETS:
+        return Scheduler(catalog, limits, policy_preset(experiment.policy)), None
+    counters = VtcAdmission(trace.client.tolist(), trace.prompt_len.tolist())
+    scheduler = baseline(experiment.policy, catalog, limits, experiment.token_budget, counters)
+    return scheduler, counters if experiment.policy == "vtc" else None
+
+
+def simulation_catalog(slots: int, prefill_chunk: int, depth: int = 0) -> Catalog:
+    """Every program that a run may use.
+
+    Without speculation: decode programs of every power of two of rows. With it: width-one rounds in
+    their place (they keep the draft's context), rectangular rounds of the whole depth, and ragged
+    ones with half of the rows, allocated by the host and by the device.
+
+    Args:
+        slots: Most request rows.
+        prefill_chunk: Most prompt tokens of one program.
+        depth: Proposals of a round, 0 without speculation.
+    """
+    rows, buckets = powers_of_two(slots), prompt_buckets(prefill_chunk)
+    kind, learned = ProgramKind, ProposalSource.LEARNED
+    shapes = [ProgramShape(kind.INITIALIZE, b, 0) for b in sorted({rows[0], rows[-1]})]
+    shapes += [ProgramShape(kind.PREFILL, b, t) for t in buckets for b in PROMPT_ROWS if b <= rows[-1]]
+    if not depth:
+        shapes += [ProgramShape(kind.DECODE, b, 1) for b in rows]
+        shapes += [ProgramShape(kind.MIXED, b, 1, prefill_capacity=t) for b in rows if b > 1 for t in buckets]
+        return Catalog(tuple(shapes))
+    width = depth + 1
+    for b in rows:
+        shapes.append(ProgramShape(kind.SPECULATIVE, b, 1, 0, b, proposal_source=learned))
+        shapes.append(ProgramShape(kind.SPECULATIVE, b, width, depth, b * width, proposal_source=learned))
+        packed = b * ((width + 1) // 2)
+        if b < packed < b * width:
+            ragged = ProgramShape(kind.SPECULATIVE, b, width, depth, packed, proposal_source=learned)
+            shapes += [ragged, dataclasses.replace(ragged, allocation=Allocation.PREFIX_LIMIT)]
+    return Catalog(tuple(shapes))
+
+
+def _arrivals(trace: Trace) -> list[Arrival]:
+    """Prompts are views of one array of zeros: only their lengths matter here."""
+    zeros = np.zeros(int(trace.prompt_len.max(initial=1)), np.int32)
+    columns = (trace.at_s, trace.prompt_len, trace.output_len, trace.client)
+    return [
+        Arrival(
+            at_ns=round(at_s * NS_PER_S),
+            spec=RequestSpec(prompt=zeros[:prompt_len], max_tokens=output_len),
+            client=client,
+        )
+        for at_s, prompt_len, output_len, client in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def _tracked(trace: Trace, experiment: Experiment) -> int:
+    """The request whose life the page shows: the longest output among those of the middle of the window."""
+    fits = trace.prompt_len + trace.output_len <= experiment.max_context
+    middle = fits & (trace.at_s >= experiment.seconds / 3) & (trace.at_s <= experiment.seconds * 2 / 3)
+    members = np.flatnonzero(middle if middle.any() else fits)
+    return int(members[trace.output_len[members].argmax()]) if len(members) else -1
