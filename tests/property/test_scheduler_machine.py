@@ -34,7 +34,8 @@ from helios_jax.scheduler import (
     published_output,
     state_digest,
 )
-from tests.unit.scheduler_toy import records_of, request, small_catalog, small_limits
+from helios_jax.scheduler.refresh import credit
+from tests.unit.scheduler_toy import measured, records_of, request, small_catalog, small_limits
 
 STOP = 5
 
@@ -42,15 +43,22 @@ STOP = 5
 class SchedulerMachine(RuleBasedStateMachine):
     """Books beside the scheduler: what each request consumed, produced and how it ended."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(warm=st.sampled_from([0, 1, 1, 2]))
+    def start(self, warm: int) -> None:
+        """Cold, measured, or measured with both exploration ledgers full."""
         self.state = new_state(small_catalog(), small_limits(slots=3, pages=12, page_size=4, max_context=24))
+        if warm:
+            self.state = measured(self.state, lambda _: 10**6)
+        if warm == 2:
+            counters = dataclasses.replace(self.state.counters, execution_ns=(10**10, 0, 0, 0))
+            ledgers = credit(self.state.ledgers, 10**10)
+            self.state = dataclasses.replace(self.state, counters=counters, ledgers=ledgers)
         self.specs: dict[RequestHandle, RequestSpec] = {}
         self.consumed: dict[RequestHandle, int] = {}
         self.outputs: dict[RequestHandle, list[int]] = {}
         self.ended: set[RequestHandle] = set()
         self.plan: ScheduledPlan | None = None  # made, not yet committed
-        self.flying: tuple[Fence, ScheduledPlan] | None = None
+        self.flying: list[tuple[Fence, ScheduledPlan]] = []
         self.publishable: list[tuple[RequestHandle, Fence]] = []
 
     @rule(prompt=st.integers(1, 16), output=st.integers(1, 6), scored=st.booleans(), none=st.booleans())
@@ -65,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(CapacityError):
                 admit(self.state, spec, self.state.now_ns)
 
-    @rule(duration=st.integers(0, 40 * 10**9))
+    @rule(duration=st.one_of(st.integers(0, 10**6), st.integers(0, 40 * 10**9)))
     def waits(self, duration: int) -> None:
         self.state = advance_to(self.state, self.state.now_ns + duration)
 
@@ -73,9 +81,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plans(self) -> None:
         self.plan = plan_next(self.state)
         running = set(self.specs) - self.ended
-        assert (self.plan is None) == bool(self.flying or not running)
+        if not self.flying:
+            assert (self.plan is None) == (not running)
         if self.plan is not None:
             assert {lane.handle for lane in self.plan.lanes} <= running
+            assert len(self.flying) < self.state.limits.frames
+            assert not self.flying or not self.plan.required_empty_queue
 
     @precondition(lambda self: self.plan is not None)
     @rule()
@@ -87,20 +98,43 @@ class SchedulerMachine(RuleBasedStateMachine):
         except StalePlanError:
             assert state_digest(self.state) == before
         else:
-            assert not self.flying
-            self.flying = (fence, self.plan)
+            self.flying.append((fence, self.plan))
+            assert len(self.flying) <= self.state.limits.frames
             assert not {lane.handle for lane in self.plan.lanes} & self.ended
         self.plan = None
 
-    @precondition(lambda self: self.flying is not None)
+    @rule(times=st.integers(1, 6), token=st.integers(0, 9))
+    def serves(self, times: int, token: int) -> None:
+        """What an engine does: submit as long as the window takes more, complete the oldest, again."""
+        if not set(self.specs) - self.ended:
+            self.admits(9, 6, False, False)
+        for _ in range(times):
+            self._submit()
+            if self.flying:
+                self.completes(token, 10**6, 10**6, "")
+                self.holds()
+        self._submit()
+
+    def _submit(self) -> None:
+        for _ in range(self.state.limits.frames):
+            self.plans()
+            if self.plan is not None:
+                self.commits()
+                self.holds()
+
+    @precondition(lambda self: bool(self.flying))
     @rule(
         token=st.integers(0, 9), device=st.sampled_from([0, 1, 10**6, 10**9]), wall=st.integers(0, 10**9),
-        spoil=st.sampled_from(["", "", "", "lane", "count", "time", "logits"]),
+        spoil=st.sampled_from(["", "", "", "lane", "count", "time", "order", "logits"]),
     )  # fmt: skip
     def completes(self, token: int, device: int, wall: int, spoil: str) -> None:
-        assert self.flying is not None
-        fence, plan = self.flying
+        fence, plan = self.flying[0]
         records, timing = list(records_of(plan, token)), ExecutionTiming((device,), wall)
+        if spoil == "order" and len(self.flying) > 1:
+            before = state_digest(self.state)
+            with pytest.raises(InvariantError):
+                complete(self.state, self.flying[1][0], records_of(self.flying[1][1], token), timing)
+            assert state_digest(self.state) == before
         if spoil in ("lane", "count", "time"):
             broken = [dataclasses.replace(records[0], consumed=records[0].consumed + 1), *records[1:]]
             bad = {"lane": broken, "count": records[1:], "time": records}[spoil]
@@ -112,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if spoil == "logits":
             records[0] = dataclasses.replace(records[0], valid=False, tokens=())
         self.state, events = complete(self.state, fence, records, timing)
-        self.flying = None
+        del self.flying[0]
         self._account(plan, records, events, fence)
 
     def _account(self, plan: ScheduledPlan, records: list, events: tuple, fence: Fence) -> None:
@@ -154,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(fence=st.integers(-1, 100))
     def completes_something_unknown(self, fence: Fence) -> None:
-        if not self.flying or fence != self.flying[0]:
+        if fence not in [flying for flying, _ in self.flying]:
             ignored = self.state.counters.ignored_completions
             self.state, events = complete(self.state, fence, (), ExecutionTiming((1,), 1))
             assert events == ()
@@ -164,11 +198,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         check_invariants(self.state)
         running = set(self.specs) - self.ended
-        held = {lane.handle for lane in self.flying[1].lanes} if self.flying else set()
+        held = {lane.handle for _, plan in self.flying for lane in plan.lanes}
         if not running and not held:
             assert self.state.pool.num_free == self.state.limits.pages
             assert self.state.requests.reserved_pages.sum() == 0
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
