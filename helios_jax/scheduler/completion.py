@@ -16,11 +16,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler import cost
-from helios_jax.scheduler.lifecycle import count_finish, release
+from helios_jax.scheduler import captures, cost
+from helios_jax.scheduler.captures import Draft
+from helios_jax.scheduler.lifecycle import count_finish, keeps_state
 from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.records import check_timing, checked_records, has_ended
 from helios_jax.scheduler.refresh import settle
+from helios_jax.scheduler.retirement import end_request, release
 from helios_jax.scheduler.service import charge_deliveries, charge_tokens
 from helios_jax.scheduler.stages import arrive, enter, open_window, set_bounds
 from helios_jax.scheduler.state import (
@@ -74,59 +76,68 @@ def complete(
     requests, counters = state.requests.draft(), state.counters
     before = requests.consumed_len + requests.output_len
     visible_before = requests.delivery_r.copy()
+    draft = Draft(state)
     events: list[Event] = []
-    ended: list[int] = []
+    ended: list[tuple[int, FinishReason]] = []
     for lane, record in zip(frame.plan.lanes, ordered, strict=True):
-        if has_ended(state, lane):
-            continue  # cancelled while it ran, or ended in the frame before: the work is dropped
-        reason = _advance(state, requests, lane, record, events)
+        if has_ended(state, lane):  # cancelled while it ran, or ended in the frame before: the work is dropped
+            captures.drop_copy(draft, lane, fence)
+            continue
+        reason = _advance(draft, requests, lane, record, events, fence)
         if reason is not None:
-            ended.append(lane.handle.slot)
+            ended.append((lane.handle.slot, reason))
             counters = count_finish(counters, reason)
     served = requests.consumed_len + requests.output_len - before
     raw, execution = cost.raw_device_ns(timing), cost.execution_ns(timing)
     duration_ms = execution / cost.NS_PER_MS if raw > 0 else 0.0
     if duration_ms > 0:
         _charge(state, requests, frame, duration_ms, served)
+        captures.earn(draft, frame.plan.lanes, served, execution)
     interval = _interval(frame, duration_ms, requests, served, visible_before, state.now_ns)
-    requests.phase[ended] = RETIRING
+    frames = tuple(other for other in state.frames if other is not frame)
+    for slot, reason in ended:
+        end_request(draft, requests, slot, frames, keep_state=keeps_state(reason))
     index = index_of(state.catalog, frame.plan.shape)
     completed = dataclasses.replace(
         state,
         requests=requests.sealed(),
         costs=cost.observe(state.costs, index, cost.sample_ns(timing), state.now_ns, state.policy.estimate_ttl_ns),
-        frames=tuple(other for other in state.frames if other is not frame),
+        frames=frames,
         interval=interval,
         ledgers=settle(state.ledgers, frame.plan.reason, fence, execution, valid=raw > 0),
         counters=_count_execution(counters, frame, execution, measured=raw > 0, rebound=_count_rebound(events)),
+        retention=draft.sealed(),
     )
     return release(completed), tuple(events)
 
 
 def _advance(
-    state: State, requests: Requests, lane: Lane, record: CompletionRecord, events: list[Event]
+    draft: Draft, requests: Requests, lane: Lane, record: CompletionRecord, events: list[Event], fence: Fence
 ) -> FinishReason | None:
     """Advance one lane's columns and emit its events; the reason if its request ended."""
-    slot, spec = lane.handle.slot, state.specs[lane.handle.slot]
+    state, slot, spec = draft.state, lane.handle.slot, draft.state.specs[lane.handle.slot]
     assert spec is not None  # an occupied slot has its spec: invariant 4
     requests.epoch[slot] += 1
-    if lane.role is LaneRole.SNAPSHOT and lane.row == requests.state_row[slot]:
-        _captured(requests, slot, spec)  # a failed copy never fails the request
-        return None
+    if lane.role is LaneRole.SNAPSHOT:
+        published = captures.end_copy(draft, lane, fence, valid=record.valid)
+        events.extend([published] if published else [])
+        if lane.row == requests.state_row[slot]:
+            _captured(draft, requests, lane.handle, spec)  # a failed copy never fails the request
+            return None
     if not record.valid:
         events.append(RequestFinished(lane.handle, _ERROR))
         return _ERROR
     if lane.role is LaneRole.DECODE:
         return _append_tokens(requests, lane, record.tokens, spec, events)
     if lane.role is not LaneRole.PROMPT:
-        _pass_stage(state, requests, lane, spec, events)
+        _pass_stage(draft, requests, lane, spec, events)
         return None
     requests.committed_len[slot] += lane.length
     requests.consumed_len[slot] += lane.length
-    set_bounds(requests, slot, spec)
-    finished = requests.consumed_len[slot] == len(spec.prompt)
-    arrive(requests, slot, spec)
-    if not finished:
+    due, cut = captures.reach(draft, requests, lane.handle)
+    set_bounds(requests, slot, spec, cut)
+    arrive(requests, slot, spec, due=due)
+    if requests.consumed_len[slot] < len(spec.prompt):
         return None
     requests.visible_ns[slot] = state.now_ns
     if not lane.emits:  # a scored prompt without output
@@ -135,18 +146,22 @@ def _advance(
     return _append_tokens(requests, lane, record.tokens, spec, events)
 
 
-def _captured(requests: Requests, slot: int, spec: RequestSpec) -> None:
+def _captured(draft: Draft, requests: Requests, handle: RequestHandle, spec: RequestSpec) -> None:
     """The armed row holds the state, or the copy failed: go on either way."""
-    requests.state_row[slot] = 0
+    slot = handle.slot
     if requests.phase[slot] == TERMINAL:
+        requests.state_row[slot] = 0
         requests.phase[slot] = RETIRING
-    else:
-        arrive(requests, slot, spec)
+        return
+    set_bounds(requests, slot, spec, captures.arm_next(draft, requests, handle))
+    arrive(requests, slot, spec, due=False)
 
 
-def _pass_stage(state: State, requests: Requests, lane: Lane, spec: RequestSpec, events: list[Event]) -> None:
+def _pass_stage(draft: Draft, requests: Requests, lane: Lane, spec: RequestSpec, events: list[Event]) -> None:
     """A prerequisite other than an optional snapshot is over."""
     slot = lane.handle.slot
+    if lane.role is LaneRole.RESTORE:
+        captures.end_restore(draft, lane.handle)
     if lane.role is LaneRole.SNAPSHOT:  # the private row at the end of an image window
         requests.restore_row[slot], requests.phase[slot] = requests.private_row[slot], RESTORE
         return
@@ -155,8 +170,9 @@ def _pass_stage(state: State, requests: Requests, lane: Lane, spec: RequestSpec,
     elif lane.role is LaneRole.RESTORE and lane.row and lane.row == requests.private_row[slot]:
         requests.generation[slot] += 1
         requests.restore_row[slot] = 0
-        open_window(requests, slot, spec, state.limits)
-        set_bounds(requests, slot, spec)
+        open_window(requests, slot, spec, draft.state.limits)
+        last = requests.window_images[slot] == len(spec.image_spans)
+        set_bounds(requests, slot, spec, captures.rebind(draft, requests, lane.handle, last_window=last))
         events.append(RequestRebound(lane.handle, RequestHandle(slot, int(requests.generation[slot]))))
     enter(requests, slot, spec)
 

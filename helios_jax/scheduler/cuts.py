@@ -149,8 +149,8 @@ def copy_is_due(role: Role, snapshot_ns: int) -> bool:
     return role in (Role.ANCHOR, Role.TERMINAL) or snapshot_ns > 0
 
 
-def earned_ns(credit_ns: float, execution_ns: float, fraction: float) -> float:
-    """Terminal credit of a request after a productive decode that took `execution_ns`."""
+def earned_ns(credit_ns: np.ndarray, execution_ns: int, fraction: float) -> np.ndarray:
+    """Terminal credits, float64 [n], of requests after a productive decode that took `execution_ns`."""
     return credit_ns + fraction * execution_ns
 
 

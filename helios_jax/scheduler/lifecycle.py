@@ -16,24 +16,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from helios_jax.errors import CapacityError, InvariantError, RequestError, StalePlanError
+from helios_jax.scheduler import captures
 from helios_jax.scheduler.cost import attempt
 from helios_jax.scheduler.programs import KINDS, index_of, lane_width, misfit, physical_tokens
 from helios_jax.scheduler.queue import closed, expected_service, needs_feedback, project
 from helios_jax.scheduler.refresh import PROBES, dispatched, is_funded, watch_idle
-from helios_jax.scheduler.resources import PagePool, give_back, pages_for, take
+from helios_jax.scheduler.resources import PagePool, pages_for, take
+from helios_jax.scheduler.retirement import retire
 from helios_jax.scheduler.service import corrected_deliveries, current_rates
 from helios_jax.scheduler.speculation import reset_slots
-from helios_jax.scheduler.stages import check_images, first_stage
+from helios_jax.scheduler.stages import check_images, first_stage, set_bounds
 from helios_jax.scheduler.state import (
     DECODE,
     EXTERNAL,
     FINISHES,
     FREE,
     INITIALIZE,
-    OWNED_COLUMNS,
     PROMPT,
     RESTORE,
-    RETIRING,
     SNAPSHOT,
     TERMINAL,
     VISION,
@@ -76,7 +76,8 @@ def can_admit(state: State, spec: RequestSpec) -> bool:
     """
     needed = required_pages(state, spec)
     promised = int(state.requests.reserved_pages.sum())
-    return bool((state.requests.phase == FREE).any()) and promised + needed <= state.limits.pages
+    room = bool((state.requests.phase == FREE).any()) and promised + needed <= state.limits.pages
+    return room and captures.private_row_obtainable(state, spec)
 
 
 def required_pages(state: State, spec: RequestSpec) -> int:
@@ -124,11 +125,12 @@ def _check_stages(state: State, spec: RequestSpec) -> None:
         raise RequestError("this core has no restore programs", param="restored_len", code="unsupported")
     if spec.external and not spec.restored_len:
         raise RequestError("external state needs its length", param="restored_len", code="invalid_value")
-    features = sum(span.end - span.start for span in spec.image_spans if span.end > spec.restored_len)
-    if features > state.limits.feature_tokens and not (len(programs.snapshot) and len(programs.restore)):
+    captures.check_source(state.retention.checkpoints, spec)
+    windows = state.limits.state_rows and len(programs.snapshot) and len(programs.restore)
+    if captures.needs_private_row(spec, state.limits.feature_tokens) and not windows:
         message = (
-            f"the images have {features} features, the storage holds {state.limits.feature_tokens} and this core "
-            "has no snapshot and restore programs to work in windows"
+            f"the images have more features than the storage holds ({state.limits.feature_tokens}), and this core "
+            "has no state rows, snapshot and restore programs to work in windows"
         )
         raise RequestError(message, param="image_spans", code="unsupported")
 
@@ -140,13 +142,16 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
 
     Raises:
         RequestError: It can never fit.
-        CapacityError: No slot or pages now; wait for a request to retire.
+        CapacityError: No slot, pages or private state row now; wait for a request to retire.
     """
     needed = required_pages(state, spec)
     if not can_admit(state, spec):
         free = state.limits.pages - int(state.requests.reserved_pages.sum())
         slots = int(np.count_nonzero(state.requests.phase == FREE))
-        raise CapacityError(f"the request needs a slot and {needed} pages; {slots} slots and {free} pages are free")
+        message = f"the request needs a slot and {needed} pages; {slots} slots and {free} pages are free"
+        if not captures.private_row_obtainable(state, spec):
+            message += "; its images need a state row, all are in use"
+        raise CapacityError(message)
     slot = int(np.flatnonzero(state.requests.phase == FREE)[0])
     requests = state.requests.draft()
     requests.generation[slot] += 1
@@ -154,6 +159,8 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
     requests.prompt_len[slot], requests.max_tokens[slot] = len(spec.prompt), spec.max_tokens
     requests.scored[slot], requests.constraints[slot] = spec.scored, int(spec.constraints)
     first_stage(requests, slot, spec, state.limits)
+    handle, draft = RequestHandle(slot, int(requests.generation[slot])), captures.Draft(state)
+    set_bounds(requests, slot, spec, captures.admit(draft, requests, handle, spec, now_ns))
     requests.reserved_pages[slot], requests.last_use_ns[slot] = needed, now_ns
     specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])
     counters = dataclasses.replace(state.counters, admitted=state.counters.admitted + 1)
@@ -164,8 +171,9 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
         specs=specs,
         counters=counters,
         acceptance=reset_slots(state.acceptance, [slot]),
+        retention=draft.sealed(),
     )
-    return admitted, RequestHandle(slot, int(requests.generation[slot]))
+    return admitted, handle
 
 
 def external_ready(state: State, handle: RequestHandle) -> State:
@@ -229,6 +237,7 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
         frames=(*state.frames, frame),
         last_fence=fence,
         costs=attempt(state.costs, index, state.now_ns),
+        retention=captures.begin_copies(state.retention, plan.lanes, fence),
         ledgers=dispatched(state.ledgers, plan.reason, fence),
         counters=_count_tokens(state.counters, plan),
     )
@@ -358,7 +367,7 @@ def cancel(state: State, handle: RequestHandle) -> State:
     if not _is_running(state, handle):
         return state
     counters = dataclasses.replace(state.counters, cancelled=state.counters.cancelled + 1)
-    return retire(dataclasses.replace(state, counters=counters), [handle.slot])
+    return retire(dataclasses.replace(state, counters=counters), handle.slot, keep_state=False)
 
 
 def preempt(state: State, handle: RequestHandle) -> State:
@@ -366,18 +375,24 @@ def preempt(state: State, handle: RequestHandle) -> State:
     if not _is_running(state, handle):
         return state
     counters = dataclasses.replace(state.counters, preempted=state.counters.preempted + 1)
-    return retire(dataclasses.replace(state, counters=counters), [handle.slot])
+    return retire(dataclasses.replace(state, counters=counters), handle.slot, keep_state=True)
 
 
 def finish(state: State, handle: RequestHandle, reason: FinishReason) -> State:
     """The host ended the output (a stop string, an error of its own)."""
     if not _is_running(state, handle):
         return state
-    return retire(dataclasses.replace(state, counters=count_finish(state.counters, reason)), [handle.slot])
+    counted = dataclasses.replace(state, counters=count_finish(state.counters, reason))
+    return retire(counted, handle.slot, keep_state=keeps_state(reason))
 
 
 def count_finish(counters: Counters, reason: FinishReason) -> Counters:
     return dataclasses.replace(counters, finished=_added(counters.finished, FINISHES.index(reason), 1))
+
+
+def keeps_state(reason: FinishReason) -> bool:
+    """Whether a request that ended so may be captured: errors and aborts never are."""
+    return reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def _is_running(state: State, handle: RequestHandle) -> bool:
@@ -400,29 +415,3 @@ def _holds(state: State, handle: RequestHandle) -> bool:
     if not 0 <= slot < state.limits.slots or not 1 <= generation <= state.requests.generation[slot]:
         raise InvariantError(f"{handle} was never given out")
     return bool(state.requests.generation[slot] == generation and state.requests.phase[slot] != FREE)
-
-
-def retire(state: State, slots: list[int]) -> State:
-    """End the occupants of `slots`; free those that no outstanding fence names."""
-    requests = state.requests.draft()
-    requests.phase[slots] = RETIRING
-    requests.epoch[slots] += 1
-    return release(dataclasses.replace(state, requests=requests.sealed()))
-
-
-def release(state: State) -> State:
-    """Free every retiring slot whose last submitted fence is complete."""
-    retiring = np.flatnonzero(state.requests.phase == RETIRING)
-    if not len(retiring):
-        return state
-    owned = {lane.handle.slot for frame in state.frames for lane in frame.plan.lanes}
-    slots = [slot for slot in retiring.tolist() if slot not in owned]
-    if not slots:
-        return state
-    requests, specs = state.requests.draft(), list(state.specs)
-    for name in OWNED_COLUMNS:
-        getattr(requests, name)[slots] = 0
-    requests.token_r[slots] = requests.delivery_r[slots] = np.nan
-    for slot in slots:
-        specs[slot] = None
-    return dataclasses.replace(state, requests=requests.sealed(), specs=tuple(specs), pool=give_back(state.pool, slots))

@@ -81,9 +81,9 @@ def enter(requests: Requests, slot: int, spec: RequestSpec) -> None:
         requests.phase[slot] = PROMPT
 
 
-def arrive(requests: Requests, slot: int, spec: RequestSpec) -> None:
-    """The prompt has consumed up to `consumed_len`: snapshot if a row is armed or a window ends here."""
-    if requests.state_row[slot] or at_window_end(requests, slot, spec):
+def arrive(requests: Requests, slot: int, spec: RequestSpec, *, due: bool) -> None:
+    """The prompt has consumed up to `consumed_len`: snapshot if a capture is due or a window ends here."""
+    if due or at_window_end(requests, slot, spec):
         requests.phase[slot] = SNAPSHOT
     else:
         enter(requests, slot, spec)

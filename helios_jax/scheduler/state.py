@@ -33,6 +33,7 @@ from helios_jax.scheduler.preferences import PolicyConfig
 from helios_jax.scheduler.programs import KINDS, ProgramTable, tabulate
 from helios_jax.scheduler.refresh import Ledgers
 from helios_jax.scheduler.resources import PagePool, new_pool
+from helios_jax.scheduler.retention import Retention, new_retention
 from helios_jax.scheduler.speculation import Acceptance, new_acceptance
 from helios_jax.scheduler.types import Fence, FinishReason, Limits, RequestSpec, ScheduledPlan, SelectionReason
 
@@ -238,6 +239,7 @@ class State:
     counters: Counters
     ledgers: Ledgers
     acceptance: Acceptance
+    retention: Retention
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, State) and state_digest(self) == state_digest(other)
@@ -280,6 +282,7 @@ def new_state(catalog: Catalog, limits: Limits, policy: PolicyConfig | None = No
         counters=Counters(),
         ledgers=Ledgers(),
         acceptance=new_acceptance(limits.slots, max(shape.proposal_depth for shape in catalog)),
+        retention=new_retention(limits.state_rows, limits.slots),
     )
 
 

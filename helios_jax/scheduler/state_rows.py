@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from helios_jax.errors import InvariantError
+from helios_jax.scheduler.types import CheckpointRole as Role
 from helios_jax.scheduler.types import Fence, RequestHandle
 
 
@@ -38,15 +39,6 @@ class RowUse(enum.IntEnum):
     COPYING = 3
     PRIVATE = 4
     PUBLISHED = 5
-
-
-class Role(enum.IntEnum):
-    """Why a checkpoint was taken; a larger one is kept longer (see `checkpoints.victim_order`)."""
-
-    EXTRA = 0
-    PROMPT_END = 1
-    TERMINAL = 2
-    ANCHOR = 3
 
 
 _OF_A_REQUEST = (RowUse.GUARDED, RowUse.ARMED, RowUse.COPYING, RowUse.PRIVATE)
@@ -183,6 +175,13 @@ def free_private(rows: Rows, row: int) -> Rows:
     if rows.fence[row - 1]:
         raise InvariantError(f"private row {row} is being written by fence {rows.fence[row - 1]}")
     return _changed(rows, row, **_BLANK)
+
+
+def rebind(rows: Rows, old: RequestHandle, fresh: RequestHandle) -> Rows:
+    """A request lives on under a fresh handle: its rows follow."""
+    for row in rows_of(rows, old):
+        rows = _changed(rows, row, **fresh._asdict())
+    return rows
 
 
 def release_handle(rows: Rows, handle: RequestHandle) -> Rows:

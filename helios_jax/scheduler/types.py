@@ -220,7 +220,29 @@ class RequestRebound:
     fresh: RequestHandle
 
 
-Event = GeneratedToken | RequestFinished | RequestRebound
+class CheckpointRole(enum.IntEnum):
+    """Why a checkpoint was taken; of equal demand the smaller one is evicted first."""
+
+    EXTRA = 0
+    PROMPT_END = 1
+    TERMINAL = 2
+    ANCHOR = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointPublished:
+    """The state after the first `endpoint` tokens of a request may be restored from `checkpoint`.
+
+    The host knows the tokens: `identify_checkpoint` tells the scheduler their key.
+    """
+
+    handle: RequestHandle
+    checkpoint: int
+    endpoint: int
+    role: CheckpointRole
+
+
+Event = GeneratedToken | RequestFinished | RequestRebound | CheckpointPublished
 
 
 @dataclasses.dataclass(frozen=True)

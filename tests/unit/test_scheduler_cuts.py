@@ -127,8 +127,8 @@ def test_an_expired_cost_skips_the_copy_of_an_extra_only() -> None:
 
 
 def test_decode_earns_its_fraction_until_the_copy_is_covered() -> None:
-    credit, frames = 0.0, 0
-    while not terminal_is_due(credit_ns=credit, snapshot_ns=1_000, committed_len=50, captured_len=40):
+    credit, frames = np.zeros(1), 0
+    while not terminal_is_due(credit_ns=credit[0], snapshot_ns=1_000, committed_len=50, captured_len=40):
         credit, frames = earned_ns(credit, 2_000, 0.05), frames + 1
     assert frames == 10
 

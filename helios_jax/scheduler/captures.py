@@ -1,0 +1,345 @@
+"""Captures of a request's state: cuts, destinations, publication, terminal snapshots, restores.
+
+Joins the arithmetic of `cuts` and the rows of `row_allocator` to the slots of a state. A `Draft`
+is the writable side of a state's `Retention` while one event is handled, as `Requests.draft()`
+is of its columns; `lifecycle` and `completion` call the steps below and seal it.
+
+The captures of a request:
+
+1. `admit` plans its cuts, pins the checkpoint that it is restored from, reserves a private row
+   if its images need several windows, and arms a row for the first cut.
+2. `reach` when a prefill has stopped: a due cut blocks the request until it is copied; one that
+   is not due any more gives its row back. The next cut is armed.
+3. `begin_copies` at commit, `end_copy` at completion: published, or dropped when it failed.
+4. `earn` after productive decode; `wait_for_terminal` decides, when the request ends well or is
+   preempted, whether it first waits for a snapshot.
+5. `release` when its slot is freed: all that it still holds goes back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+
+from helios_jax.errors import RequestError
+from helios_jax.scheduler import checkpoints as library
+from helios_jax.scheduler import row_allocator, state_rows
+from helios_jax.scheduler.cost import stale
+from helios_jax.scheduler.cuts import CutCosts, anchor_ahead, copy_is_due, earned_ns, plan_cuts, terminal_is_due
+from helios_jax.scheduler.retention import SKIPS, SLOT_COLUMNS, Retention
+from helios_jax.scheduler.state import Requests, State
+from helios_jax.scheduler.state_rows import Role, RowUse
+from helios_jax.scheduler.types import CheckpointPublished, Fence, Lane, LaneRole, RequestHandle, RequestSpec
+
+
+class Draft:
+    """The writable side of a state's `Retention`.
+
+    Attributes:
+        state: The state as it was before the event.
+        enabled: The core can take snapshots and has rows for them.
+        rows, checkpoints: The current values.
+        cuts: Of each slot.
+        credit_ns, captured_len, demand_ns, pinned: Writable columns.
+    """
+
+    def __init__(self, state: State) -> None:
+        kept = state.retention
+        self.state = state
+        self.enabled = len(kept.rows) > 0 and len(state.programs.snapshot) > 0
+        self.rows, self.checkpoints, self.cuts = kept.rows, kept.checkpoints, list(kept.cuts)
+        self.credit_ns, self.captured_len, self.demand_ns, self.pinned = (
+            getattr(kept, name).copy() for name in SLOT_COLUMNS
+        )
+        self._skipped: Counter[str] = Counter()
+        self._captured: Counter[int] = Counter()
+        self._totals: Counter[str] = Counter()
+
+    def sealed(self) -> Retention:
+        """The new value."""
+        columns = {name: getattr(self, name) for name in SLOT_COLUMNS}
+        for column in columns.values():
+            column.setflags(False)
+        counts = self.state.retention.counts
+        if self._skipped or self._captured or self._totals:
+            counts = dataclasses.replace(
+                counts,
+                captured=tuple(n + self._captured[role] for role, n in enumerate(counts.captured)),
+                skipped=tuple(n + self._skipped[name] for name, n in zip(SKIPS, counts.skipped, strict=True)),
+                **{name: getattr(counts, name) + n for name, n in self._totals.items()},
+            )
+        return Retention(self.rows, self.checkpoints, tuple(self.cuts), **columns, counts=counts)
+
+    def skip(self, reason: str, number: int = 1) -> None:
+        if number:
+            self._skipped[reason] += number
+
+    def count(self, name: str, number: int = 1) -> None:
+        if number:
+            self._totals[name] += number
+
+    def count_captured(self, role: Role) -> None:
+        self._captured[role] += 1
+
+    def accept(self, granted: row_allocator.Grant) -> int:
+        """Take over a grant and count what was evicted for it."""
+        freed = library.freed_by(self.checkpoints, granted.evicted)
+        self.rows, self.checkpoints = granted.rows, granted.checkpoints
+        self.count("evicted", len(granted.evicted))
+        self.count("evicted_rows", len(freed.rows))
+        return granted.row
+
+
+def check_source(checkpoints: library.Checkpoints, spec: RequestSpec) -> None:
+    """Refuse a request whose source of restoration is not what it says.
+
+    Raises:
+        RequestError: The checkpoint is gone (match the prompt again), or covers another length.
+    """
+    if not spec.restore_from:
+        return
+    if not library.is_published(checkpoints, spec.restore_from):
+        message = f"checkpoint {spec.restore_from} is not published (any more); match the prompt again"
+        raise RequestError(message, param="restore_from", code="checkpoint_gone")
+    endpoint = int(checkpoints.endpoints[library.index_of(checkpoints, spec.restore_from)])
+    if endpoint != spec.restored_len:
+        message = f"checkpoint {spec.restore_from} covers {endpoint} tokens, restored_len says {spec.restored_len}"
+        raise RequestError(message, param="restored_len", code="invalid_value")
+
+
+def needs_private_row(spec: RequestSpec, feature_tokens: int) -> bool:
+    """Whether the images that a request still has to encode need more than one window."""
+    ahead = [span for span in spec.image_spans if span.end > spec.restored_len]
+    return sum(span.end - span.start for span in ahead) > feature_tokens
+
+
+def private_row_obtainable(state: State, spec: RequestSpec) -> bool:
+    """Whether `admit` would find the private row that the request cannot do without, if any."""
+    if not needs_private_row(spec, state.limits.feature_tokens):
+        return True
+    kept = state.retention
+    pinned = library.pin(kept.checkpoints, spec.restore_from) if spec.restore_from else kept.checkpoints
+    return row_allocator.reserve_private(kept.rows, pinned, RequestHandle(0, 0)) is not None
+
+
+def admit(draft: Draft, requests: Requests, handle: RequestHandle, spec: RequestSpec, now_ns: int) -> int:
+    """Plan the captures of a request whose columns were just set up; returns its first armed cut.
+
+    The checkpoint that it is restored from stays pinned until its restore is complete.
+    """
+    slot = handle.slot
+    draft.demand_ns[slot], draft.captured_len[slot] = now_ns, spec.restored_len
+    if spec.restore_from:
+        draft.checkpoints = library.pin(library.touch(draft.checkpoints, spec.restore_from, now_ns), spec.restore_from)
+        draft.pinned[slot] = spec.restore_from
+        place = library.index_of(draft.checkpoints, spec.restore_from)
+        requests.restore_row[slot] = draft.checkpoints.rows[place]
+    if needs_private_row(spec, draft.state.limits.feature_tokens):
+        granted = row_allocator.reserve_private(draft.rows, draft.checkpoints, handle)
+        assert granted is not None  # `can_admit` has asked
+        requests.private_row[slot] = draft.accept(granted)
+    if not draft.enabled:
+        return 0
+    plan = plan_cuts(
+        prompt_len=len(spec.prompt),
+        restored_len=spec.restored_len,
+        message_ends=[end for end in spec.message_ends if not _splits_image(spec, end)],
+        mandatory=(spec.system_end, *(span.start for span in spec.image_spans)),
+        costs=_costs(draft.state, scored=spec.scored),
+        fraction=draft.state.policy.checkpoint_extra_work_fraction,
+    )
+    draft.count("planned", len(plan.cuts) + plan.over_allowance + plan.unknown_cost)
+    draft.skip("allowance", plan.over_allowance)
+    draft.skip("unknown_cost", plan.unknown_cost)
+    draft.cuts[slot] = plan.cuts
+    return arm_next(draft, requests, handle)
+
+
+def arm_next(draft: Draft, requests: Requests, handle: RequestHandle) -> int:
+    """Arm a row for the next cut that can have one; its endpoint, 0 without one.
+
+    An extra is decided once: without a destination, or with an unknown cost, it is given up. An
+    anchor is asked for again after every prefill, until it is passed.
+    """
+    slot = handle.slot
+    requests.state_row[slot] = 0
+    while draft.cuts[slot]:
+        cut, *later = draft.cuts[slot]
+        due = copy_is_due(cut.role, _snapshot_ns(draft.state))
+        ahead = anchor_ahead(draft.cuts[slot], int(requests.consumed_len[slot]))
+        granted = (
+            row_allocator.arm(draft.rows, draft.checkpoints, handle, cut.endpoint, cut.role, anchor=ahead)
+            if due
+            else None
+        )
+        if granted is not None:
+            requests.state_row[slot] = draft.accept(granted)
+            return cut.endpoint
+        if cut.role is Role.ANCHOR:
+            return 0
+        draft.skip("no_row" if due else "expired_cost")
+        draft.cuts[slot] = tuple(later)
+    return 0
+
+
+def reach(draft: Draft, requests: Requests, handle: RequestHandle) -> tuple[bool, int]:
+    """The prompt has consumed up to `consumed_len`: is a copy due here, and where is the armed cut?
+
+    A copy whose cost has expired since its split was dispatched is skipped.
+    """
+    slot, row = handle.slot, int(requests.state_row[handle.slot])
+    consumed = int(requests.consumed_len[slot])
+    armed = int(draft.rows.endpoint[row - 1]) if row else 0
+    ahead = tuple(cut for cut in draft.cuts[slot] if cut.endpoint > consumed or cut.endpoint == armed)
+    draft.skip("no_row", len(draft.cuts[slot]) - len(ahead))
+    draft.cuts[slot] = ahead
+    if armed != consumed:
+        return False, armed or arm_next(draft, requests, handle)
+    if copy_is_due(ahead[0].role, _snapshot_ns(draft.state)):
+        return True, 0
+    draft.rows = state_rows.disarm(draft.rows, row)
+    draft.skip("expired_cost")
+    draft.cuts[slot] = ahead[1:]
+    return False, arm_next(draft, requests, handle)
+
+
+def begin_copies(kept: Retention, lanes: tuple[Lane, ...], fence: Fence) -> Retention:
+    """The snapshots of a plan were submitted: their rows are written until the fence completes."""
+    rows = kept.rows
+    for lane in lanes:
+        if lane.role is LaneRole.SNAPSHOT:
+            rows = state_rows.begin_copy(rows, lane.row, fence)
+    return kept if rows is kept.rows else dataclasses.replace(kept, rows=rows)
+
+
+def end_copy(draft: Draft, lane: Lane, fence: Fence, *, valid: bool) -> CheckpointPublished | None:
+    """A snapshot is complete: publish the row, or give it back if the copy failed.
+
+    It is published under a key of its own until `identify_checkpoint` knows the tokens. The copy
+    of a private row publishes nothing.
+    """
+    slot, row = lane.handle.slot, lane.row
+    if draft.rows.use_of(row) is RowUse.PRIVATE:
+        draft.rows = state_rows.finish_copy(draft.rows, row, fence, publish=False)
+        draft.count("windows", int(valid))
+        return None
+    role, endpoint = Role(int(draft.rows.role[row - 1])), int(draft.rows.endpoint[row - 1])
+    draft.cuts[slot] = tuple(cut for cut in draft.cuts[slot] if cut.endpoint != endpoint)
+    draft.rows = state_rows.finish_copy(draft.rows, row, fence, publish=valid)
+    if not valid:
+        draft.skip("terminal_failed" if role is Role.TERMINAL else "failed")
+        return None
+    key, demand_ns = ("capture", *lane.handle, endpoint), int(draft.demand_ns[slot])
+    result = library.publish(draft.checkpoints, key=key, endpoint=endpoint, role=role, row=row, demand_ns=demand_ns)
+    draft.checkpoints = result.checkpoints
+    draft.captured_len[slot] = max(int(draft.captured_len[slot]), endpoint)
+    draft.count_captured(role)
+    return CheckpointPublished(lane.handle, result.checkpoint, endpoint, role)
+
+
+def drop_copy(draft: Draft, lane: Lane, fence: Fence) -> None:
+    """The request of a lane ended while it ran: the row of a snapshot goes back, nothing is published."""
+    if lane.role is LaneRole.SNAPSHOT:
+        draft.rows = state_rows.finish_copy(draft.rows, lane.row, fence, publish=False)
+
+
+def end_restore(draft: Draft, handle: RequestHandle) -> None:
+    """The restore of a request is complete, or will not run: its source may be evicted again."""
+    pinned = int(draft.pinned[handle.slot])
+    if pinned:
+        draft.checkpoints = library.unpin(draft.checkpoints, pinned)
+        draft.pinned[handle.slot] = 0
+
+
+def rebind(draft: Draft, requests: Requests, old: RequestHandle, *, last_window: bool) -> int:
+    """A window restore gave the request a fresh generation: its rows follow, the last one frees the private row.
+
+    Returns:
+        The endpoint of the armed cut, 0 if there is none.
+    """
+    fresh = RequestHandle(old.slot, int(requests.generation[old.slot]))
+    draft.rows = state_rows.rebind(draft.rows, old, fresh)
+    if last_window:
+        draft.rows = state_rows.free_private(draft.rows, int(requests.private_row[old.slot]))
+        requests.private_row[old.slot] = 0
+    row = int(requests.state_row[old.slot])
+    return int(draft.rows.endpoint[row - 1]) if row else 0
+
+
+def earn(draft: Draft, lanes: tuple[Lane, ...], served: np.ndarray, execution_ns: int) -> None:
+    """Requests whose decode was productive earn their fraction of a measured execution.
+
+    Args:
+        served: int64 [slots], tokens that the execution served.
+    """
+    slots = [lane.handle.slot for lane in lanes if lane.role is LaneRole.DECODE] if draft.enabled else []
+    if slots:
+        slots = [slot for slot in slots if served[slot] > 0]
+        fraction = draft.state.policy.checkpoint_extra_work_fraction
+        draft.credit_ns[slots] = earned_ns(draft.credit_ns[slots], execution_ns, fraction)
+
+
+def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *, drained: bool) -> bool:
+    """Whether a request that ended well, or is preempted, waits for a snapshot of its last state.
+
+    A copy that was armed for exactly this state, or is in flight, becomes its terminal one.
+
+    Args:
+        drained: No submitted program will move the state on.
+    """
+    slot, row = handle.slot, int(requests.state_row[handle.slot])
+    committed = int(requests.committed_len[slot])
+    if row and (draft.rows.use_of(row) is RowUse.COPYING or (drained and draft.rows.endpoint[row - 1] == committed)):
+        return True
+    if (
+        row
+        or not draft.enabled
+        or not terminal_is_due(
+            credit_ns=float(draft.credit_ns[slot]),
+            snapshot_ns=_snapshot_ns(draft.state, fresh=False),
+            committed_len=committed,
+            captured_len=int(draft.captured_len[slot]),
+        )
+    ):
+        return False
+    if not drained:
+        draft.skip("terminal_overrun")
+        return False
+    granted = row_allocator.arm(draft.rows, draft.checkpoints, handle, committed, Role.TERMINAL)
+    if granted is None:
+        draft.skip("terminal_no_row")
+        return False
+    requests.state_row[slot] = draft.accept(granted)
+    return True
+
+
+def release(draft: Draft, handle: RequestHandle) -> None:
+    """The slot of a request is freed: return its rows, its pin and what was planned for it."""
+    slot = handle.slot
+    draft.skip("ended", len(draft.cuts[slot]))
+    end_restore(draft, handle)
+    draft.rows = state_rows.release_handle(draft.rows, handle)
+    draft.cuts[slot] = ()
+    draft.credit_ns[slot], draft.captured_len[slot], draft.demand_ns[slot] = 0.0, 0, 0
+
+
+def _splits_image(spec: RequestSpec, end: int) -> bool:
+    return any(span.start < end < span.end for span in spec.image_spans)
+
+
+def _snapshot_ns(state: State, *, fresh: bool = True) -> int:
+    """Estimate of the cheapest snapshot program, fresh or at least measured; 0 if there is none."""
+    usable = state.costs.estimate_ns > 0
+    if fresh:
+        usable &= ~stale(state.costs, state.now_ns, state.policy.estimate_ttl_ns)
+    snapshots = state.programs.snapshot
+    known = state.costs.estimate_ns[snapshots[usable[snapshots]]]
+    return int(known.min()) if len(known) else 0
+
+
+def _costs(state: State, *, scored: bool) -> CutCosts:
+    programs = state.programs.scored_prefill if scored else state.programs.prefill
+    measured = programs[state.costs.estimate_ns[programs] > 0]
+    return CutCosts(state.programs.tokens[measured], state.costs.estimate_ns[measured], _snapshot_ns(state))
