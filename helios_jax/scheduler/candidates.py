@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from helios_jax.scheduler.cost import durations_ms
+from helios_jax.scheduler.lanes import class_sources, lane_tokens, prefix_survival
 from helios_jax.scheduler.service import Rates, current_rates
+from helios_jax.scheduler.speculation import expected_tokens
 from helios_jax.scheduler.state import DECODE, PROMPT, TERMINAL, State
 from helios_jax.scheduler.utility import (
     PromptRows,
@@ -19,7 +21,6 @@ from helios_jax.scheduler.utility import (
     Values,
     packed_cohorts,
     scaled_values,
-    top_cohorts,
     undominated,
 )
 
@@ -75,6 +76,16 @@ def single_stage(
     )
 
 
+def scores(candidates: Candidates, waiting: float) -> np.ndarray:
+    """Scaled score of each candidate, float64 [C].
+
+    Determinate: value / T - T / 2 * sum c, T being the whole sequence. Indeterminate: an
+    optimistic work score, the value itself (its age credit was formed with T = 0).
+    """
+    duration = np.where(candidates.known, candidates.duration_ms, 1.0)
+    return np.where(candidates.known, candidates.value / duration - 0.5 * duration * waiting, candidates.value)
+
+
 class Decision(NamedTuple):
     """What all candidates of one decision share.
 
@@ -84,6 +95,9 @@ class Decision(NamedTuple):
         rates: Reciprocal rates and reference intervals.
         values: Scaled prices.
         order: int64 [at most slots] selectable slots, least recently used first, then by number.
+        prefixes: float64 [sources, slots, depth] prefix survival that prices proposals, alpha included.
+        rows: int64 [lane classes, slots] target rows of each stream, 0 where it cannot take part.
+        tokens: float64 [lane classes, slots] its expected output with `prefixes`.
     """
 
     state: State
@@ -91,6 +105,9 @@ class Decision(NamedTuple):
     rates: Rates
     values: Values
     order: np.ndarray
+    prefixes: np.ndarray
+    rows: np.ndarray
+    tokens: np.ndarray
 
     def slots(self, mask: np.ndarray) -> np.ndarray:
         """Slots of a bool [slots] mask, preferred order first."""
@@ -112,7 +129,12 @@ def new_decision(state: State) -> Decision:
     # A projected decoder without output left may be over by then: it counts, but nothing selects it.
     spent = (requests.phase == DECODE) & (requests.output_len >= requests.max_tokens)
     order = order[~spent[order]]
-    return Decision(state, duration, rates, scaled_values(state.policy, terms, longest), order)
+    prefixes = prefix_survival(state, state.policy.adaptive_verification_alpha)
+    tokens = rates.tokens
+    if state.policy.adaptive_verification_alpha != 1.0:
+        tokens = lane_tokens(state, rates.rows, prefixes)
+    values = scaled_values(state.policy, terms, longest)
+    return Decision(state, duration, rates, values, order, prefixes, rates.rows, tokens)
 
 
 def terminal_interval(state: State, duration_ms: np.ndarray) -> float:
@@ -143,6 +165,10 @@ def delivery_lanes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Worth and target rows of each decoder in each delivering program, each lane for itself.
 
+    The worth counts the expected output of the complete prefix. Target rows that are too few for
+    everybody are shared evenly here, which keeps lanes additive (a lookahead's bound; `rounds`
+    prices the real allocation).
+
     Args:
         programs: int64 [C] row numbers.
         slots: int64 [n] streams.
@@ -151,24 +177,23 @@ def delivery_lanes(
     Returns:
         Scaled values float64 [C, n] and rows int64 [C, n]; 0 and 0 where a stream cannot take part.
     """
-    rates = decision.rates
-    feasible = rates.feasible[rates.family[slots]][:, programs].T
-    values = decode_values(decision, slots, duration_ms)
-    return np.where(feasible, values, 0.0), feasible.astype(np.int64)
+    table, classes = decision.state.programs, decision.state.programs.lane_class[programs]
+    rows = decision.rows[classes][:, slots]
+    streams = int(np.count_nonzero(decision.rates.family >= 0))
+    share = np.maximum(1, table.packed[programs] // np.clip(table.batch[programs], 1, max(1, streams)))
+    tokens = decision.tokens[classes][:, slots]
+    tight = np.flatnonzero((rows > share[:, None]).any(axis=1))
+    if len(tight):
+        rows[tight] = np.minimum(rows[tight], share[tight, None])
+        tokens[tight] = shortened_tokens(decision, classes[tight], slots, rows[tight])
+    values = decode_values(decision, slots, duration_ms) + decision.values.output_token[slots] * (tokens - 1.0)
+    return np.where(rows > 0, values, 0.0), rows
 
 
-def decode_candidates(decision: Decision) -> Candidates | None:
-    """One candidate a decode program: its highest additive lane values."""
-    state = decision.state
-    slots = decision.slots(state.requests.phase == DECODE)
-    rows = state.programs.decode
-    if not len(slots) or not len(rows):
-        return None
-    capacity, duration = state.programs.batch[rows], decision.duration_ms[rows]
-    chosen, totals = top_cohorts(decode_values(decision, slots, duration), capacity)
-    keep = undominated(chosen, capacity[:, None])
-    work = scatter(chosen[keep].astype(np.int64), slots, state.limits.slots)
-    return single_stage(rows[keep], work, totals[keep], duration[keep], capacity[keep] - work.sum(axis=1))
+def shortened_tokens(decision: Decision, classes: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Expected output of lanes that get fewer target rows than their class allows; float64 [C, n]."""
+    prefixes = decision.prefixes[class_sources(decision.state)[classes]][:, slots]
+    return expected_tokens(prefixes, rows)
 
 
 def prefill_candidates(decision: Decision, *, scored: bool) -> Candidates | None:

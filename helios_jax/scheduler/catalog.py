@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator
+from fractions import Fraction
 
 
 class ProgramKind(enum.StrEnum):
@@ -143,3 +144,77 @@ def serving_catalog(*, max_slots: int, prefill_chunk: int) -> Catalog:
         shapes += [ProgramShape(ProgramKind.PREFILL, b, tokens) for b in sorted({rows[0], rows[-1]})]
     shapes += [ProgramShape(ProgramKind.SCORED_PREFILL, 1, t) for t in sorted({buckets[0], buckets[-1]})]
     return Catalog(tuple(shapes))
+
+
+def speculative_shapes(
+    *,
+    max_slots: int,
+    draft_tokens: int,
+    token_capacity: int,
+    source: ProposalSource = ProposalSource.LEARNED,
+    ragged: Allocation | None = None,
+) -> tuple[ProgramShape, ...]:
+    """Speculative rounds for every power of two of requests up to the padded concurrency.
+
+    Width one (no proposals, draft context maintained) at every bucket; rectangular programs of
+    every width up to `draft_tokens` + 1 whose B x W rows fit R; and with `ragged` the widest one
+    with fewer aggregate rows P: the powers of two between B and B x W, and R, all within R. A
+    single request has nobody to share rows with: for it a narrower rectangle does the same.
+
+    Args:
+        token_capacity: R, the envelope of aggregate target rows of wider programs.
+        ragged: Who allocates the rows of ragged programs; None leaves them out.
+    """
+    kind, shapes = ProgramKind.SPECULATIVE, []
+    for b in powers_of_two(max_slots):
+        shapes.append(ProgramShape(kind, b, 1, 0, b, proposal_source=source))
+        for width in range(2, draft_tokens + 2):
+            if b * width <= token_capacity:
+                shapes.append(ProgramShape(kind, b, width, width - 1, b * width, proposal_source=source))
+        if ragged is not None and draft_tokens and b > 1:
+            whole = b * (draft_tokens + 1)
+            extents = {p for p in (*powers_of_two(token_capacity), token_capacity) if b < p < whole}
+            shapes += [
+                ProgramShape(kind, b, draft_tokens + 1, draft_tokens, p, 0, source, ragged)
+                for p in sorted(extents)
+                if p <= token_capacity
+            ]
+    return tuple(shapes)
+
+
+def mixed_shapes(
+    *,
+    max_slots: int,
+    buckets: tuple[int, ...],
+    draft_tokens: int = 0,
+    token_capacity: int = 0,
+    source: ProposalSource = ProposalSource.LEARNED,
+) -> tuple[ProgramShape, ...]:
+    """Mixed programs: one prompt row beside decoding rows, bounded before anything is compiled.
+
+    For each request bucket of at least two rows: every prompt bucket at width one, and one prompt
+    bucket for each wider width within the envelope B x W <= R, the one that minimises
+    max(P / P_min, P_max / P), ties smaller. Width one keeps the draft state where drafts are loaded
+    and is the ordinary program where they are not.
+
+    Args:
+        buckets: Prompt capacities, each a multiple of 64 and at least the widest decode width.
+        draft_tokens: Proposals a request; 0 for the ordinary catalogue.
+        token_capacity: R, the envelope of decode target rows of wider programs.
+
+    Source: specification, "Mixed execution contract".
+    """
+    low, high = min(buckets), max(buckets)
+    middle = min(sorted(buckets), key=lambda p: max(Fraction(p, low), Fraction(high, p)))
+    proposals = source if draft_tokens else ProposalSource.NONE
+
+    def shape(rows: int, width: int, prompt: int) -> ProgramShape:
+        packed = prompt + (rows - 1) * width
+        return ProgramShape(ProgramKind.MIXED, rows, width, width - 1, packed, prompt, proposals)
+
+    shapes = []
+    for rows in powers_of_two(max_slots)[1:]:
+        shapes += [shape(rows, 1, prompt) for prompt in sorted(set(buckets))]
+        widths = range(2, draft_tokens + 2)
+        shapes += [shape(rows, width, middle) for width in widths if rows * width <= token_capacity]
+    return tuple(shapes)

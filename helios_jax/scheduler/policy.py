@@ -22,18 +22,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from helios_jax.scheduler.candidates import Candidates, Decision, decode_candidates, new_decision, prefill_candidates
+from helios_jax.scheduler.candidates import Candidates, Decision, new_decision, prefill_candidates, scores
 from helios_jax.scheduler.catalog import ProgramKind
+from helios_jax.scheduler.lanes import program_tokens
+from helios_jax.scheduler.learning import acceptance_probe
+from helios_jax.scheduler.mixed import mixed_candidates
 from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.queue import closed, needs_feedback, project
 from helios_jax.scheduler.refresh import credit_ns, is_funded, stale_alternatives
+from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.stages import next_features
 from helios_jax.scheduler.state import Requests, State
 from helios_jax.scheduler.types import Lane, LaneRole, RequestHandle, ScheduledPlan, SelectionReason
 
 __all__ = ["POLICY_PRESETS", "PolicyConfig", "plan_next", "policy_preset", "scores"]
 
+_LEARNING = SelectionReason.ACCEPTANCE_LEARNING
 _NEVER = np.iinfo(np.int64).max
 _ROLES = {
     ProgramKind.INITIALIZE: LaneRole.INITIALIZE,
@@ -73,21 +78,15 @@ def _select(state: State) -> ScheduledPlan | None:
         alternatives = stale_alternatives(decision, candidates, winner)
         if alternatives.any():
             winner, reason = _best(decision, candidates, rates, alternatives), SelectionReason.TIMING_REFRESH
+    if reason is SelectionReason.ORDINARY and known.all() and is_funded(state.ledgers, _LEARNING):
+        probe = acceptance_probe(decision, candidates, winner, float(rates[winner]))
+        if probe is not None:
+            return _plan(decision, probe.candidates, probe.row, probe.rates, _LEARNING)
     return _plan(decision, candidates, winner, rates, reason)
 
 
-def scores(candidates: Candidates, waiting: float) -> np.ndarray:
-    """Scaled score of each candidate, float64 [C].
-
-    Determinate: value / T - T / 2 * sum c, T being the whole sequence. Indeterminate: an
-    optimistic work score, the value itself (its age credit was formed with T = 0).
-    """
-    duration = np.where(candidates.known, candidates.duration_ms, 1.0)
-    return np.where(candidates.known, candidates.value / duration - 0.5 * duration * waiting, candidates.value)
-
-
 def _all_candidates(decision: Decision) -> Candidates | None:
-    blocks = [decode_candidates(decision)]
+    blocks = [*round_candidates(decision), mixed_candidates(decision)]
     blocks += [prefill_candidates(decision, scored=scored) for scored in (False, True)]
     blocks += prerequisite_candidates(decision)
     found = [block for block in blocks if block is not None]
@@ -137,10 +136,18 @@ def _plan(
         log_scale=decision.values.log_scale,
         reason=reason,
         required_empty_queue=needs_feedback(state, index, slots),
+        expected_tokens=_expected(state, index, candidates.work[row], slots) if candidates.follow[row] < 0 else (),
         prompt_row=int(np.searchsorted(slots, prompt)) if prompt >= 0 else -1,
         exploration_credit_ns=credit_ns(state.ledgers, reason),
         observation_age_ns=int(state.now_ns - state.costs.observed_ns[index]) if estimate else None,
     )
+
+
+def _expected(state: State, index: int, work: np.ndarray, slots: np.ndarray) -> tuple[float, ...]:
+    """Output expected of each lane of a program with proposals; empty stands for one token each."""
+    if not state.programs.depth[index]:
+        return ()
+    return tuple(program_tokens(state, index, work)[slots].tolist())
 
 
 def _lanes(state: State, kind: ProgramKind, slots: np.ndarray, lengths: np.ndarray, prompt: int) -> tuple[Lane, ...]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from helios_jax.errors import ConfigError
 
+SPECULATION_MODES = ("adaptive", "fixed", "off")
 _COEFFICIENTS = (
     "output_token_value",
     "token_fairness",
@@ -40,6 +42,8 @@ class PolicyConfig:
         adaptation_ms: tau, adaptation time of the service prices.
         estimate_ttl_ns: Age beyond which a duration estimate is stale.
         adaptive_verification_alpha: Exponent on prefix-survival estimates.
+        speculation: `adaptive`: every verification width competes; `fixed`: the widest loaded only;
+            `off`: width one only.
         checkpoint_extra_work_fraction: Time that optional checkpoints of a request may take, per
             estimated time of its uncached prefill; decode earns it for a terminal one.
 
@@ -56,6 +60,7 @@ class PolicyConfig:
     adaptation_ms: float = 100.0
     estimate_ttl_ns: int = 30_000_000_000
     adaptive_verification_alpha: float = 1.0
+    speculation: str = "adaptive"
     checkpoint_extra_work_fraction: float = 0.05
 
     def __post_init__(self) -> None:
@@ -67,6 +72,9 @@ class PolicyConfig:
             value = getattr(self, name)
             if not _is_number(value) or value <= 0:
                 raise ConfigError(f"{name} must be finite and greater than zero, got {value!r}")
+        if self.speculation not in SPECULATION_MODES:
+            allowed = ", ".join(SPECULATION_MODES)
+            raise ConfigError(f"speculation must be one of {allowed}, got {self.speculation!r}")
         ttl = self.estimate_ttl_ns
         if not isinstance(ttl, int) or isinstance(ttl, bool) or not 0 < ttl < 2**62:
             raise ConfigError(f"estimate_ttl_ns must be a positive integer below 2**62, got {ttl!r}")
@@ -95,7 +103,7 @@ def policy_preset(
     policy = PolicyConfig()
     if name == "throughput":
         policy = dataclasses.replace(policy, delivery_fairness=0.0, decode_age_price=0.0)
-    overrides = {
+    overrides: dict[str, Any] = {
         "terminal_value": terminal_value,
         "terminal_age_price": terminal_age_price,
         "checkpoint_extra_work_fraction": checkpoint_extra_work_fraction,

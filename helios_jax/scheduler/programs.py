@@ -29,6 +29,8 @@ class ProgramTable:
         prompt: [programs] prompt tokens of a prefill or of a mixed program's prompt row.
         source: [programs] index in `SOURCES`.
         device_allocates: bool [programs], the device allocates target rows.
+        lane_class: [programs] which programs mean the same for one lane: equal width, depth, source and allocation.
+        class_program: [classes] a program of each class.
         decode, prefill, ... : Row numbers of the kind; `delivering` are all that decode.
     """
 
@@ -40,6 +42,8 @@ class ProgramTable:
     prompt: np.ndarray
     source: np.ndarray
     device_allocates: np.ndarray
+    lane_class: np.ndarray
+    class_program: np.ndarray
     decode: np.ndarray
     prefill: np.ndarray
     scored_prefill: np.ndarray
@@ -91,9 +95,14 @@ def tabulate(catalog: Catalog) -> ProgramTable:
         "prompt": [prompt_capacity(shape) for shape in catalog],
         "source": [SOURCES.index(shape.proposal_source) for shape in catalog],
     }
+    device = np.array([shape.allocation is Allocation.PREFIX_LIMIT for shape in catalog])
+    lanes = np.stack([np.array(columns[name]) for name in ("width", "depth", "source")] + [device], axis=1)
+    _, class_program, lane_class = np.unique(lanes, axis=0, return_index=True, return_inverse=True)
     table = ProgramTable(
         **{name: np.array(column, np.int64) for name, column in columns.items()},
-        device_allocates=np.array([shape.allocation is Allocation.PREFIX_LIMIT for shape in catalog]),
+        device_allocates=device,
+        lane_class=lane_class.ravel(),
+        class_program=class_program,
         **rows,
     )
     for field in dataclasses.fields(table):

@@ -19,6 +19,7 @@ import numpy as np
 
 from helios_jax.scheduler.catalog import ProposalSource
 from helios_jax.scheduler.cost import durations_ms
+from helios_jax.scheduler.lanes import lane_rows, lane_tokens, prefix_survival, usual_programs
 from helios_jax.scheduler.programs import SOURCES
 from helios_jax.scheduler.state import State
 from helios_jax.scheduler.types import FEEDBACK, Constraint
@@ -91,7 +92,7 @@ def reference_intervals(
 
 # Constraints that change which programs can serve a stream, or when.
 _FAMILY = int(FEEDBACK | Constraint.NO_LEARNED | Constraint.NO_COPY)
-_NO_LEARNED, _NO_COPY, _OFFERS = int(Constraint.NO_LEARNED), int(Constraint.NO_COPY), 1 << 20
+_NO_LEARNED, _NO_COPY = int(Constraint.NO_LEARNED), int(Constraint.NO_COPY)
 _LEARNED, _COPY = SOURCES.index(ProposalSource.LEARNED), SOURCES.index(ProposalSource.COPY)
 
 
@@ -99,22 +100,24 @@ def stream_families(state: State) -> tuple[np.ndarray, np.ndarray]:
     """Families of the decoding streams: (family int64 [slots], feasible bool [families, programs]).
 
     A family is the set of streams with the same grammar, proposal, history and feedback
-    restrictions, so that the same programs can serve them.
+    restrictions, so that the same programs can serve them. A stream without copy proposals at
+    hand can still take part in a copy program, with its pending token alone.
     """
     requests, programs = state.requests, state.programs
     family = np.full(len(requests.phase), -1)
     streams = np.flatnonzero(requests.streams)
     if not len(streams):
         return family, np.zeros((0, len(state.catalog)), np.bool_)
-    keys = (requests.constraints[streams] & _FAMILY) + _OFFERS * (requests.proposals[streams] > 0)
+    keys = requests.constraints[streams] & _FAMILY
     kinds, family[streams] = np.unique(keys, return_inverse=True)
     feasible = np.zeros((len(kinds), len(state.catalog)), np.bool_)
     feasible[:, programs.delivering] = True
     for number, key in enumerate(kinds.tolist()):
+        # Width one proposes nothing, whatever its source: it serves everybody.
         if key & _NO_LEARNED:
-            feasible[number] &= programs.source != _LEARNED
-        if key & _NO_COPY or not key & _OFFERS:
-            feasible[number] &= programs.source != _COPY
+            feasible[number] &= (programs.source != _LEARNED) | (programs.depth == 0)
+        if key & _NO_COPY:
+            feasible[number] &= (programs.source != _COPY) | (programs.depth == 0)
     return family, feasible
 
 
@@ -123,7 +126,8 @@ class Rates(NamedTuple):
 
     `token_r` and `delivery_r` include the first values of requests without history. `family`
     (int64 [slots], -1) and `feasible` (bool [families, programs]) say which programs can serve
-    which stream; `reference` is the program behind each sigma, -1 where it is unknown.
+    which stream; `reference` is the program behind each sigma, -1 where it is unknown. `rows` (int64)
+    and `tokens` [lane classes, slots] are the target rows and the physical expected output of each lane.
     """
 
     token_r: np.ndarray
@@ -134,6 +138,8 @@ class Rates(NamedTuple):
     family: np.ndarray
     feasible: np.ndarray
     reference: np.ndarray
+    rows: np.ndarray
+    tokens: np.ndarray
 
 
 def current_rates(state: State) -> Rates:
@@ -155,16 +161,21 @@ _MEMO = "_rates"  # not a field: it takes no part in a state's value
 def _rates(state: State) -> Rates:
     requests, duration = state.requests, durations_ms(state.costs)
     family, feasible = stream_families(state)
-    sigma, reference = reference_intervals(family, feasible, duration, state.programs.batch)
+    usual = usual_programs(state, feasible)
+    sigma, reference = reference_intervals(family, usual, duration, state.programs.batch)
+    rows = lane_rows(state, family, feasible)
+    tokens = lane_tokens(state, rows, prefix_survival(state, 1.0))
+    expected = tokens[state.programs.lane_class[reference], np.arange(len(family))]
     with np.errstate(divide="ignore", over="ignore"):
         delivery_n = 1.0 / sigma
-        # E, the expected committed tokens of a decode lane, is 1: its token normaliser is 1 / sigma.
         participants = int(np.count_nonzero(requests.active))
-        token_n = np.where(family >= 0, delivery_n, prompt_normalisers(state, duration) / max(1, participants))
+        # A lane that the reference program cannot serve to the full (its last token) counts as one token.
+        output_n = np.maximum(expected, 1.0) * delivery_n
+        token_n = np.where(family >= 0, output_n, prompt_normalisers(state, duration) / max(1, participants))
         first = clamp(participants / token_n)
     token_r = np.where(np.isnan(requests.token_r), first, requests.token_r)
     delivery_r = np.where(np.isnan(requests.delivery_r), sigma, requests.delivery_r)
-    return Rates(token_r, delivery_r, sigma, token_n, delivery_n, family, feasible, reference)
+    return Rates(token_r, delivery_r, sigma, token_n, delivery_n, family, feasible, reference, rows, tokens)
 
 
 def prompt_normalisers(state: State, duration_ms: np.ndarray) -> np.ndarray:

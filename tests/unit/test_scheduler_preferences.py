@@ -25,6 +25,7 @@ def test_defaults_are_the_specification_s() -> None:
         "adaptation_ms": 100,
         "estimate_ttl_ns": 30_000_000_000,
         "adaptive_verification_alpha": 1,
+        "speculation": "adaptive",
         "checkpoint_extra_work_fraction": 0.05,
     }
 
@@ -38,7 +39,7 @@ def test_every_field_is_checked(name: str, value: object) -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_zero_disables_a_coefficient_and_nothing_else(name: str) -> None:
-    if name in ("adaptation_ms", "estimate_ttl_ns", "adaptive_verification_alpha"):
+    if name in ("adaptation_ms", "estimate_ttl_ns", "adaptive_verification_alpha", "speculation"):
         with pytest.raises(ConfigError, match=name):
             PolicyConfig(**{name: 0})
     else:

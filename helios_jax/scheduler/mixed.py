@@ -1,0 +1,80 @@
+"""Candidates of mixed programs: at most one prompt row beside decoding rows, in one execution.
+
+For each shape the best decode-only cohort is compared with the best prompt row plus the most
+valuable decoders in the rows that are left. A prompt alone is legal. The packed extent holds
+every such cohort, so lanes are additive and both choices are exact.
+
+Source: specification, "Mixed execution contract".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from helios_jax.scheduler.candidates import Candidates, Decision, delivery_lanes, prompt_slots, scatter, single_stage
+from helios_jax.scheduler.prerequisites import best_prompts
+from helios_jax.scheduler.ragged import fixed_cohorts
+from helios_jax.scheduler.state import DECODE, PROMPT
+from helios_jax.scheduler.utility import undominated
+
+
+def mixed_candidates(decision: Decision) -> Candidates | None:
+    """One candidate a mixed program that serves anybody, redundant ones removed."""
+    state, programs = decision.state, decision.state.programs
+    kind = programs.mixed
+    prompts = prompt_slots(decision, PROMPT, scored=False)
+    decoders = decision.slots(state.requests.phase == DECODE)
+    if not len(kind) or not (len(prompts) or len(decoders)):
+        return None
+    num_slots, duration = state.limits.slots, decision.duration_ms[kind]
+    values, rows = delivery_lanes(decision, kind, decoders, duration)
+    prompt, prompt_value, prompt_work = best_prompts(decision, kind, prompts)
+    alone, alone_value = _top(values, rows, programs.batch[kind])
+    beside, beside_value = _top(values, rows, programs.batch[kind] - 1)
+    beside_value = beside_value + prompt_value
+    more = alone.sum(axis=1) < 1 + beside.sum(axis=1)
+    with_prompt = (prompt_work > 0) & ((beside_value > alone_value) | ((beside_value == alone_value) & more))
+    chosen = np.where(with_prompt[:, None], beside, alone)
+    work = scatter(np.where(chosen, rows, 0), decoders, num_slots)
+    here = np.flatnonzero(with_prompt)
+    work[here, prompt[here]] = prompt_work[here]
+    prompt_slot = np.where(with_prompt, prompt, -1)
+    keep = work.any(axis=1) & _undominated(decision, work, prompt_slot)
+    keep &= ~_redundant_unmeasured(decision, work, prompt_slot)
+    used = np.where(chosen, rows, 0).sum(axis=1) + np.where(with_prompt, prompt_work, 0)
+    padding = programs.prompt[kind] + programs.packed[kind] - used
+    totals = np.where(with_prompt, beside_value, alone_value)
+    return single_stage(kind[keep], work[keep], totals[keep], duration[keep], padding[keep], prompt_slot[keep])
+
+
+def _top(values: np.ndarray, rows: np.ndarray, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The most valuable lanes that take part, at most `capacity` of them; bool [C, n] and float64 [C]."""
+    return fixed_cohorts(values, rows, capacity, rows.sum(axis=1), np.arange(values.shape[1]))
+
+
+def _undominated(decision: Decision, work: np.ndarray, prompt_slot: np.ndarray) -> np.ndarray:
+    """bool [C]: no mixed program with the same lanes, prompt row and proposal depth is smaller."""
+    programs = decision.state.programs
+    kind = programs.mixed
+    identity = np.stack([prompt_slot, programs.depth[kind], programs.source[kind]], axis=1)
+    extents = np.stack([programs.batch[kind], programs.tokens[kind], programs.prompt[kind]], axis=1)
+    return undominated(np.concatenate([work, identity], axis=1), extents)
+
+
+def _redundant_unmeasured(decision: Decision, work: np.ndarray, prompt_slot: np.ndarray) -> np.ndarray:
+    """Unmeasured programs whose prompt row a smaller mixed program consumes as far as the next endpoint.
+
+    The rule of prefill exploration, applied to the prompt row: the smaller program decodes in the
+    same way and has room for as many rows.
+
+    Returns:
+        bool [C].
+    """
+    state, programs = decision.state, decision.state.programs
+    kind = programs.mixed
+    to_endpoint = (state.requests.endpoint - state.requests.consumed_len)[prompt_slot]
+    demand = np.minimum(work[np.arange(len(work)), prompt_slot], to_endpoint)[:, None]
+    batch, prompt, same = programs.batch[kind], programs.prompt[kind], programs.lane_class[kind]
+    smaller = (prompt < prompt[:, None]) & (batch <= batch[:, None]) & (same == same[:, None])
+    enough = (prompt >= demand) & (batch >= (work > 0).sum(axis=1)[:, None])
+    return (prompt_slot >= 0) & (decision.duration_ms[kind] <= 0) & (smaller & enough).any(axis=1)
