@@ -1,8 +1,7 @@
 """Captures of a request's state: cuts, destinations, publication, terminal snapshots, restores.
 
-Joins the arithmetic of `cuts` and the rows of `row_allocator` to the slots of a state. A `Draft`
-is the writable side of a state's `Retention` while one event is handled, as `Requests.draft()`
-is of its columns; `lifecycle` and `completion` call the steps below and seal it.
+Joins the arithmetic of `cuts` and the rows of `row_allocator` to the slots of a state;
+`lifecycle`, `completion` and `retirement` call the steps below on a `Draft` and seal it.
 
 The captures of a request:
 
@@ -19,77 +18,18 @@ The captures of a request:
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 import numpy as np
 
 from helios_jax.errors import RequestError
 from helios_jax.scheduler import checkpoints as library
 from helios_jax.scheduler import row_allocator, state_rows
-from helios_jax.scheduler.cost import stale
-from helios_jax.scheduler.cuts import CutCosts, anchor_ahead, copy_is_due, earned_ns, plan_cuts, terminal_is_due
-from helios_jax.scheduler.retention import SKIPS, SLOT_COLUMNS, Retention
+from helios_jax.scheduler.capture_draft import Draft, cut_costs, snapshot_ns
+from helios_jax.scheduler.cuts import anchor_ahead, copy_is_due, earned_ns, plan_cuts, terminal_is_due
+from helios_jax.scheduler.retention import Retention
 from helios_jax.scheduler.state import Requests, State
 from helios_jax.scheduler.state_rows import Role, RowUse
 from helios_jax.scheduler.types import CheckpointPublished, Fence, Lane, LaneRole, RequestHandle, RequestSpec
-
-
-class Draft:
-    """The writable side of a state's `Retention`.
-
-    Attributes:
-        state: The state as it was before the event.
-        enabled: The core can take snapshots and has rows for them.
-        rows, checkpoints: The current values.
-        cuts: Of each slot.
-        credit_ns, captured_len, demand_ns, pinned: Writable columns.
-    """
-
-    def __init__(self, state: State) -> None:
-        kept = state.retention
-        self.state = state
-        self.enabled = len(kept.rows) > 0 and len(state.programs.snapshot) > 0
-        self.rows, self.checkpoints, self.cuts = kept.rows, kept.checkpoints, list(kept.cuts)
-        self.credit_ns, self.captured_len, self.demand_ns, self.pinned = (
-            getattr(kept, name).copy() for name in SLOT_COLUMNS
-        )
-        self._skipped: Counter[str] = Counter()
-        self._captured: Counter[int] = Counter()
-        self._totals: Counter[str] = Counter()
-
-    def sealed(self) -> Retention:
-        """The new value."""
-        columns = {name: getattr(self, name) for name in SLOT_COLUMNS}
-        for column in columns.values():
-            column.setflags(False)
-        counts = self.state.retention.counts
-        if self._skipped or self._captured or self._totals:
-            counts = dataclasses.replace(
-                counts,
-                captured=tuple(n + self._captured[role] for role, n in enumerate(counts.captured)),
-                skipped=tuple(n + self._skipped[name] for name, n in zip(SKIPS, counts.skipped, strict=True)),
-                **{name: getattr(counts, name) + n for name, n in self._totals.items()},
-            )
-        return Retention(self.rows, self.checkpoints, tuple(self.cuts), **columns, counts=counts)
-
-    def skip(self, reason: str, number: int = 1) -> None:
-        if number:
-            self._skipped[reason] += number
-
-    def count(self, name: str, number: int = 1) -> None:
-        if number:
-            self._totals[name] += number
-
-    def count_captured(self, role: Role) -> None:
-        self._captured[role] += 1
-
-    def accept(self, granted: row_allocator.Grant) -> int:
-        """Take over a grant and count what was evicted for it."""
-        freed = library.freed_by(self.checkpoints, granted.evicted)
-        self.rows, self.checkpoints = granted.rows, granted.checkpoints
-        self.count("evicted", len(granted.evicted))
-        self.count("evicted_rows", len(freed.rows))
-        return granted.row
 
 
 def check_source(checkpoints: library.Checkpoints, spec: RequestSpec) -> None:
@@ -147,7 +87,7 @@ def admit(draft: Draft, requests: Requests, handle: RequestHandle, spec: Request
         restored_len=spec.restored_len,
         message_ends=[end for end in spec.message_ends if not _splits_image(spec, end)],
         mandatory=(spec.system_end, *(span.start for span in spec.image_spans)),
-        costs=_costs(draft.state, scored=spec.scored),
+        costs=cut_costs(draft.state, scored=spec.scored),
         fraction=draft.state.policy.checkpoint_extra_work_fraction,
     )
     draft.count("planned", len(plan.cuts) + plan.over_allowance + plan.unknown_cost)
@@ -157,6 +97,17 @@ def admit(draft: Draft, requests: Requests, handle: RequestHandle, spec: Request
     return arm_next(draft, requests, handle)
 
 
+def armed_row(draft: Draft, handle: RequestHandle) -> int:
+    """The row that is armed or being written for a request's next capture, 0 if there is none."""
+    rows = state_rows.rows_of(draft.rows, handle, RowUse.ARMED, RowUse.COPYING)
+    return rows[0] if rows else 0
+
+
+def armed_endpoint(draft: Draft, handle: RequestHandle) -> int:
+    row = armed_row(draft, handle)
+    return int(draft.rows.endpoint[row - 1]) if row else 0
+
+
 def arm_next(draft: Draft, requests: Requests, handle: RequestHandle) -> int:
     """Arm a row for the next cut that can have one; its endpoint, 0 without one.
 
@@ -164,10 +115,9 @@ def arm_next(draft: Draft, requests: Requests, handle: RequestHandle) -> int:
     anchor is asked for again after every prefill, until it is passed.
     """
     slot = handle.slot
-    requests.state_row[slot] = 0
     while draft.cuts[slot]:
         cut, *later = draft.cuts[slot]
-        due = copy_is_due(cut.role, _snapshot_ns(draft.state))
+        due = copy_is_due(cut.role, snapshot_ns(draft.state))
         ahead = anchor_ahead(draft.cuts[slot], int(requests.consumed_len[slot]))
         granted = (
             row_allocator.arm(draft.rows, draft.checkpoints, handle, cut.endpoint, cut.role, anchor=ahead)
@@ -175,7 +125,7 @@ def arm_next(draft: Draft, requests: Requests, handle: RequestHandle) -> int:
             else None
         )
         if granted is not None:
-            requests.state_row[slot] = draft.accept(granted)
+            draft.accept(granted)
             return cut.endpoint
         if cut.role is Role.ANCHOR:
             return 0
@@ -187,17 +137,20 @@ def arm_next(draft: Draft, requests: Requests, handle: RequestHandle) -> int:
 def reach(draft: Draft, requests: Requests, handle: RequestHandle) -> tuple[bool, int]:
     """The prompt has consumed up to `consumed_len`: is a copy due here, and where is the armed cut?
 
-    A copy whose cost has expired since its split was dispatched is skipped.
+    A due one puts its row into `state_row`. A copy whose cost has expired since its split was
+    dispatched is skipped.
     """
-    slot, row = handle.slot, int(requests.state_row[handle.slot])
-    consumed = int(requests.consumed_len[slot])
+    if not draft.enabled:
+        return False, 0
+    slot, consumed, row = handle.slot, int(requests.consumed_len[handle.slot]), armed_row(draft, handle)
     armed = int(draft.rows.endpoint[row - 1]) if row else 0
     ahead = tuple(cut for cut in draft.cuts[slot] if cut.endpoint > consumed or cut.endpoint == armed)
     draft.skip("no_row", len(draft.cuts[slot]) - len(ahead))
     draft.cuts[slot] = ahead
     if armed != consumed:
         return False, armed or arm_next(draft, requests, handle)
-    if copy_is_due(ahead[0].role, _snapshot_ns(draft.state)):
+    if copy_is_due(ahead[0].role, snapshot_ns(draft.state)):
+        requests.state_row[slot] = row
         return True, 0
     draft.rows = state_rows.disarm(draft.rows, row)
     draft.skip("expired_cost")
@@ -264,8 +217,7 @@ def rebind(draft: Draft, requests: Requests, old: RequestHandle, *, last_window:
     if last_window:
         draft.rows = state_rows.free_private(draft.rows, int(requests.private_row[old.slot]))
         requests.private_row[old.slot] = 0
-    row = int(requests.state_row[old.slot])
-    return int(draft.rows.endpoint[row - 1]) if row else 0
+    return armed_endpoint(draft, fresh)
 
 
 def earn(draft: Draft, lanes: tuple[Lane, ...], served: np.ndarray, execution_ns: int) -> None:
@@ -289,19 +241,17 @@ def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *
     Args:
         drained: No submitted program will move the state on.
     """
-    slot, row = handle.slot, int(requests.state_row[handle.slot])
-    committed = int(requests.committed_len[slot])
+    if not draft.enabled:
+        return False
+    slot, committed, row = handle.slot, int(requests.committed_len[handle.slot]), armed_row(draft, handle)
     if row and (draft.rows.use_of(row) is RowUse.COPYING or (drained and draft.rows.endpoint[row - 1] == committed)):
+        requests.state_row[slot] = row
         return True
-    if (
-        row
-        or not draft.enabled
-        or not terminal_is_due(
-            credit_ns=float(draft.credit_ns[slot]),
-            snapshot_ns=_snapshot_ns(draft.state, fresh=False),
-            committed_len=committed,
-            captured_len=int(draft.captured_len[slot]),
-        )
+    if row or not terminal_is_due(
+        credit_ns=float(draft.credit_ns[slot]),
+        snapshot_ns=snapshot_ns(draft.state, fresh=False),
+        committed_len=committed,
+        captured_len=int(draft.captured_len[slot]),
     ):
         return False
     if not drained:
@@ -329,17 +279,23 @@ def _splits_image(spec: RequestSpec, end: int) -> bool:
     return any(span.start < end < span.end for span in spec.image_spans)
 
 
-def _snapshot_ns(state: State, *, fresh: bool = True) -> int:
-    """Estimate of the cheapest snapshot program, fresh or at least measured; 0 if there is none."""
-    usable = state.costs.estimate_ns > 0
-    if fresh:
-        usable &= ~stale(state.costs, state.now_ns, state.policy.estimate_ttl_ns)
-    snapshots = state.programs.snapshot
-    known = state.costs.estimate_ns[snapshots[usable[snapshots]]]
-    return int(known.min()) if len(known) else 0
+def identify_checkpoint(state: State, checkpoint: int, key: library.Key) -> State:
+    """Tell the key of a published checkpoint's tokens; one that is known already makes its row surplus.
+
+    Raises:
+        InvariantError: It is not published, or a restore reads it; identify it when it is announced.
+    """
+    kept = state.retention
+    rows, checkpoints = library.identify(kept.rows, kept.checkpoints, checkpoint, key)
+    return dataclasses.replace(state, retention=dataclasses.replace(kept, rows=rows, checkpoints=checkpoints))
 
 
-def _costs(state: State, *, scored: bool) -> CutCosts:
-    programs = state.programs.scored_prefill if scored else state.programs.prefill
-    measured = programs[state.costs.estimate_ns[programs] > 0]
-    return CutCosts(state.programs.tokens[measured], state.costs.estimate_ns[measured], _snapshot_ns(state))
+def demand_checkpoint(state: State, checkpoint: int) -> State:
+    """A request asks for a checkpoint now, whether or not it restores it: later victims come before it.
+
+    Raises:
+        InvariantError: It is not published.
+    """
+    kept = state.retention
+    checkpoints = library.touch(kept.checkpoints, checkpoint, state.now_ns)
+    return dataclasses.replace(state, retention=dataclasses.replace(kept, checkpoints=checkpoints))

@@ -17,7 +17,7 @@ import numpy as np
 
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler import captures, cost
-from helios_jax.scheduler.captures import Draft
+from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.lifecycle import count_finish, keeps_state
 from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.records import check_timing, checked_records, has_ended
@@ -149,8 +149,8 @@ def _advance(
 def _captured(draft: Draft, requests: Requests, handle: RequestHandle, spec: RequestSpec) -> None:
     """The armed row holds the state, or the copy failed: go on either way."""
     slot = handle.slot
+    requests.state_row[slot] = 0
     if requests.phase[slot] == TERMINAL:
-        requests.state_row[slot] = 0
         requests.phase[slot] = RETIRING
         return
     set_bounds(requests, slot, spec, captures.arm_next(draft, requests, handle))

@@ -17,6 +17,7 @@ import numpy as np
 
 from helios_jax.errors import CapacityError, InvariantError, RequestError, StalePlanError
 from helios_jax.scheduler import captures
+from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.cost import attempt
 from helios_jax.scheduler.programs import KINDS, index_of, lane_width, misfit, physical_tokens
 from helios_jax.scheduler.queue import closed, expected_service, needs_feedback, project
@@ -159,7 +160,7 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
     requests.prompt_len[slot], requests.max_tokens[slot] = len(spec.prompt), spec.max_tokens
     requests.scored[slot], requests.constraints[slot] = spec.scored, int(spec.constraints)
     first_stage(requests, slot, spec, state.limits)
-    handle, draft = RequestHandle(slot, int(requests.generation[slot])), captures.Draft(state)
+    handle, draft = RequestHandle(slot, int(requests.generation[slot])), Draft(state)
     set_bounds(requests, slot, spec, captures.admit(draft, requests, handle, spec, now_ns))
     requests.reserved_pages[slot], requests.last_use_ns[slot] = needed, now_ns
     specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from helios_jax.scheduler import captures
-from helios_jax.scheduler.captures import Draft
+from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.resources import give_back
 from helios_jax.scheduler.state import OWNED_COLUMNS, RETIRING, TERMINAL, Frame, Requests, State
 from helios_jax.scheduler.types import RequestHandle

@@ -80,7 +80,7 @@ class Requests:
         endpoint: Next message or prompt endpoint after `consumed_len`.
         images_done: Images whose features are prepared or consumed.
         window_images: Images up to the end of the active window.
-        state_row: Armed destination of the next snapshot, 0 if none.
+        state_row: Row that the snapshot due at this position writes, 0 if none is due.
         private_row: Row of a request that spans several image windows, 0 if none.
         restore_row: Row that the next restore reads, 0 if the caller knows it.
         terminal_ns: When a TERMINAL request was known to be at its end.
