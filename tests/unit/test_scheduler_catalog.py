@@ -33,8 +33,9 @@ def test_the_check_value_of_mixed_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("buckets", "expected"), [((64,), 64), ((64, 128), 64), ((64, 256), 64), ((64, 128, 256), 128), ((128, 192, 448), 192)]
-)  # fmt: skip
+    ("buckets", "expected"),
+    [((64,), 64), ((64, 128), 64), ((64, 256), 64), ((64, 128, 256), 128), ((128, 192, 448), 192)],
+)
 def test_wider_widths_use_the_balanced_bucket(buckets: tuple[int, ...], expected: int) -> None:
     """Smallest worst ratio to the shortest and longest bucket; a tie takes the smaller."""
     shapes = mixed_shapes(max_slots=2, buckets=buckets, draft_tokens=1, token_capacity=4)
