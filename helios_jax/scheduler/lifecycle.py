@@ -190,6 +190,8 @@ def external_ready(state: State, handle: RequestHandle) -> State:
 def offer_copy(state: State, handle: RequestHandle, proposals: int) -> State:
     """The host can supply `proposals` copied tokens for the next round of a decoding request.
 
+    The offer ends with the request's next output: the host looks again, and offers again.
+
     Raises:
         InvariantError: A negative number, or a handle that was never given out.
     """
@@ -230,7 +232,7 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
     requests = state.requests.draft()
     requests.last_fence[slots], requests.last_use_ns[slots] = fence, state.now_ns
     requests.epoch[slots] += 1
-    _extend_written(requests, plan, state.limits.draft_extent)
+    _extend_written(requests, slots, plan, state.limits.draft_extent)
     return dataclasses.replace(
         state,
         requests=requests.sealed(),
@@ -254,15 +256,16 @@ def _frozen(state: State, plan: ScheduledPlan, fence: Fence, alone: bool) -> Fra
     return Frame(fence, plan, state.now_ns, *columns, *expected_service(plan, state.limits.slots), alone)
 
 
-def _extend_written(requests: Requests, plan: ScheduledPlan, draft_extent: int) -> None:
+def _extend_written(requests: Requests, slots: np.ndarray, plan: ScheduledPlan, draft_extent: int) -> None:
     """Note how far the program may write: the whole ceiling, and the declared draft storage."""
-    for lane in plan.lanes:
-        extent = draft_extent if lane.role is LaneRole.DECODE and lane_width(plan.shape) > 1 else 0
-        end = lane.start + lane.length + extent if lane.role in _WRITING_ROLES else lane.start
-        requests.written_len[lane.handle.slot] = max(int(requests.written_len[lane.handle.slot]), end)
+    draft = draft_extent if lane_width(plan.shape) > 1 else 0
+    extents = {LaneRole.PROMPT: 0, LaneRole.DECODE: draft}  # other roles write no positions of their own
+    ends = [
+        lane.start + lane.length + extents[lane.role] if lane.role in extents else lane.start for lane in plan.lanes
+    ]
+    requests.written_len[slots] = np.maximum(requests.written_len[slots], ends)
 
 
-_WRITING_ROLES = (LaneRole.PROMPT, LaneRole.DECODE)
 _PHASES_OF_ROLE = {
     LaneRole.INITIALIZE: (INITIALIZE,),
     LaneRole.RESTORE: (RESTORE,),

@@ -160,13 +160,14 @@ def misfit(shape: ProgramShape, lanes: Sequence[Lane], prompt_row: int = -1) -> 
     Lane ceilings of a device-allocated round may sum above P; everything else must fit.
     """
     lengths = [lane.length for lane in lanes]
+    width = lane_width(shape)
     if not 1 <= len(lanes) <= shape.batch_capacity:
         return f"{len(lanes)} lanes in {shape.batch_capacity} rows"
     if len({lane.handle.slot for lane in lanes}) != len(lanes):
         return f"slots {[lane.handle.slot for lane in lanes]} repeat"
     if shape.kind is not ProgramKind.MIXED and prompt_row >= 0:
         return f"prompt row {prompt_row} in a program of kind {shape.kind}"
-    decoding = [lane for row, lane in enumerate(lanes) if lane.role is LaneRole.DECODE]
+    decoding = [lane.length for lane in lanes if lane.role is LaneRole.DECODE]
     if shape.kind is ProgramKind.MIXED:
         prompts = [row for row, lane in enumerate(lanes) if lane.role is LaneRole.PROMPT]
         if prompts != ([prompt_row] if prompt_row >= 0 else []):
@@ -178,9 +179,8 @@ def misfit(shape: ProgramShape, lanes: Sequence[Lane], prompt_row: int = -1) -> 
             return f"an image of {max(lengths)} features in {shape.token_capacity}"
     elif not decoding and sum(lengths) > physical_tokens(shape):
         return f"{sum(lengths)} tokens in {physical_tokens(shape)}"
-    if any(not 1 <= lane.length <= lane_width(shape) for lane in decoding):
-        return f"lanes of {[lane.length for lane in decoding]} target rows, {lane_width(shape)} at most"
-    packed = sum(lane.length for lane in decoding)
-    if shape.allocation is Allocation.QUERY_LENGTH and packed > packed_rows(shape):
-        return f"{packed} target rows in {packed_rows(shape)}"
+    if decoding and not (min(decoding) >= 1 and max(decoding) <= width):
+        return f"lanes of {decoding} target rows, {width} at most"
+    if shape.allocation is Allocation.QUERY_LENGTH and sum(decoding) > packed_rows(shape):
+        return f"{sum(decoding)} target rows in {packed_rows(shape)}"
     return ""

@@ -109,7 +109,10 @@ def stream_families(state: State) -> tuple[np.ndarray, np.ndarray]:
     if not len(streams):
         return family, np.zeros((0, len(state.catalog)), np.bool_)
     keys = requests.constraints[streams] & _FAMILY
-    kinds, family[streams] = np.unique(keys, return_inverse=True)
+    if (keys == keys[0]).all():  # nearly always
+        kinds, family[streams] = keys[:1], 0
+    else:
+        kinds, family[streams] = np.unique(keys, return_inverse=True)
     feasible = np.zeros((len(kinds), len(state.catalog)), np.bool_)
     feasible[:, programs.delivering] = True
     for number, key in enumerate(kinds.tolist()):
