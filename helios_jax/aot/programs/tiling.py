@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
 from helios_jax.aot.abi import Dims
@@ -27,6 +29,11 @@ def decode_tiling(dims: Dims, lanes: int) -> Tiling:
     """Tiling of a decode program of `lanes` lanes."""
     keys = DECODE_KEYS_CPU if jax.default_backend() == "cpu" else DECODE_KEYS
     return Tiling(key_block=_key_block(dims, keys), query_tile=1, lane_group=min(lanes, MAX_LANE_GROUP))
+
+
+def verify_tiling(dims: Dims, lanes: int, width: int) -> Tiling:
+    """Tiling of up to `width` consecutive tokens of each of `lanes` lanes."""
+    return dataclasses.replace(decode_tiling(dims, lanes), query_tile=width)
 
 
 def prefill_tiling(dims: Dims, rows: int, tokens: int) -> Tiling:
