@@ -20,6 +20,11 @@ test that plants the corruption it guards against. None reads the counter that i
 14. Exploration: no credit above the cap or beyond what was earned, P <= share / (1 - share) O + D.
 15. One exploration episode at most is open, and it is the outstanding frame selected for it.
 16. A frame that needs feedback is alone; expected service is within the bounds of its lanes.
+17. Each state row has one use; rows of requests are of present ones, published ones are named by checkpoints.
+18. The rows in copy are exactly the destinations of the snapshots in flight.
+19. A request has one destination at most, at or ahead of its state; no prefill passes it.
+20. Checkpoints: ids grow; key, row and length go together; pins are those of waiting restores.
+21. Every possible cut is captured, skipped or ahead; free slots keep no captures.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ import numpy as np
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler.cost import WINDOW, median_ns
 from helios_jax.scheduler.invariants_ledgers import budgets, episodes, queue
+from helios_jax.scheduler.invariants_rows import captures, published, row_columns, row_fences, row_uses
 from helios_jax.scheduler.programs import misfit
 from helios_jax.scheduler.resources import pages_for
 from helios_jax.scheduler.service import MAX_R, MIN_R
@@ -251,4 +257,9 @@ _CHECKS: tuple[Callable[[State], str | None], ...] = (
     budgets,
     episodes,
     queue,
+    row_uses,
+    row_fences,
+    row_columns,
+    published,
+    captures,
 )
