@@ -11,6 +11,8 @@ from helios_jax.scheduler import (
     Catalog,
     CompletionRecord,
     ExecutionTiming,
+    Lane,
+    LaneRole,
     Limits,
     PolicyConfig,
     ProgramKind,
@@ -67,11 +69,13 @@ def measured(state: State, duration_ns: Callable[[ProgramShape], int]) -> State:
 
 
 def records_of(plan: ScheduledPlan, token: int = 7) -> tuple[CompletionRecord, ...]:
-    """What a healthy device reports of a plan."""
-    return tuple(
-        CompletionRecord(lane.handle, lane.length, (token,) if lane.emits else (), lane.start + lane.length)
-        for lane in plan.lanes
-    )
+    """What a healthy device reports of a plan; a round judges no proposal and emits one token."""
+
+    def record(lane: Lane) -> CompletionRecord:
+        consumed = {LaneRole.PROMPT: lane.length, LaneRole.DECODE: 1}.get(lane.role, 0)
+        return CompletionRecord(lane.handle, consumed, (token,) if lane.emits else (), lane.start + consumed)
+
+    return tuple(map(record, plan.lanes))
 
 
 def timing(device_ms: float = 2.0, wall_ms: float | None = None) -> ExecutionTiming:

@@ -154,8 +154,8 @@ def test_only_the_selected_lanes_count() -> None:
     assert [plan and [lane.handle.slot for lane in plan.lanes] for plan in plans] == [[0], None]
 
 
-def decoding_on(state: State, num: int) -> tuple[State, list[RequestHandle]]:
-    state, handles = admitted(state, *[request(5, 40)] * num)
+def decoding_on(state: State, num: int, max_tokens: int = 40) -> tuple[State, list[RequestHandle]]:
+    state, handles = admitted(state, *[request(5, max_tokens)] * num)
     requests = state.requests.draft()
     for slot, _ in handles:
         requests.phase[slot], requests.consumed_len[slot], requests.committed_len[slot] = Phase.DECODE, 5, 5
@@ -322,12 +322,7 @@ def speculating(max_tokens: int = 40) -> State:
     """Two decoders and a catalogue with a round of four rows a lane, six in all."""
     catalog = Catalog((*small_catalog(), ROUND))
     limits = dataclasses.replace(small_limits(max_context=128), draft_extent=3)
-    state, _ = decoding_on(new_state(catalog, limits), 0)
-    state, handles = admitted(state, *[request(5, max_tokens)] * 2)
-    state = measured(state, lambda _: 2 * MS)
-    while any(state.requests.phase[handle.slot] != Phase.DECODE for handle in handles):
-        state, _ = submit(state)
-        state, _ = finished(state)
+    state, _ = decoding_on(new_state(catalog, limits), 2, max_tokens)
     return measured(state, lambda _: 2 * MS)
 
 
@@ -419,6 +414,9 @@ def test_copy_offers_of_a_queued_request_are_void() -> None:
     plan = round_plan(state, (4, 2))
     busy = commit(state, dataclasses.replace(plan, lanes=plan.lanes[:1], epochs=plan.epochs[:1]), state.last_fence + 1)
     assert project(busy).requests.proposals[:2].tolist() == [0, 3]
+    records = round_records(busy, busy.frames[0].plan, (2,))
+    after, _ = complete(busy, busy.last_fence, records, timing(2))
+    assert after.requests.proposals[:2].tolist() == [0, 3]  # as projected
 
 
 def test_an_unmeasured_queued_timing_charges_no_service() -> None:
