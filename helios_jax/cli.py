@@ -1,4 +1,4 @@
-"""The `helios-jax` command: prepare, serve, inspect, chat, generate.
+"""The `helios-jax` command: prepare, serve, inspect, chat, generate, simulate.
 
 jax is imported by the commands that run a model, not by `--help`. An error that the user can
 do something about is one line on standard error and exit code 2.
@@ -30,6 +30,7 @@ EXIT_INTERRUPTED = 130
 MAX_PORT = 65535
 DTYPES = ("float32", "bfloat16", "float16")
 POLICIES = ("balanced", "throughput")
+BASELINES = ("fcfs-prefill", "fcfs-chunked", "vtc")
 MODEL_HELP = f"name, directory, .gguf file, hub id, or directory of a prepared core (default: {DEFAULT_MODEL})"
 SOURCE_HELP = f"name, directory, .gguf file or hub id (default: {DEFAULT_MODEL})"
 EPILOG = (
@@ -90,6 +91,9 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="give the prompt as a user's message, by the template")
     _add_core_options(generate)
     _add_sampling_options(generate, max_tokens=128)
+
+    simulate = command("simulate", _simulate, "run a policy on measured step times and a trace, in virtual time")
+    _add_simulation_options(simulate)
     return top
 
 
@@ -158,6 +162,46 @@ def _add_sampling_options(sub: argparse.ArgumentParser, max_tokens: int | None) 
     group.add_argument("--min-p", type=float, default=0.0, help="(%(default)s)")
     group.add_argument("--seed", type=int, help="same seed, same output")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be repeated")
+
+
+def _add_simulation_options(sub: argparse.ArgumentParser) -> None:
+    """Documented in docs/simulate.md."""
+    group = sub.add_argument_group("what runs")
+    group.add_argument("--costs", type=Path, metavar="FILE", help="cost profiles (JSON)")
+    group.add_argument("--profile", metavar="ID", help="profile of that file; --list shows them")
+    group.add_argument("--trace", metavar="FILE|poisson:RATE", help="arrivals and lengths, or a rate a second")
+    group.add_argument("--policy", choices=POLICIES + BASELINES, default="balanced", help="(%(default)s)")
+    group.add_argument("--acceptance", metavar="FILE:NAME", help="speculate, with these acceptance rates")
+    group.add_argument("--list", action="store_true", help="print the names that --profile and --acceptance take")
+    group = sub.add_argument_group("load")
+    group.add_argument("--seconds", type=float, default=60.0, metavar="S", help="requests arrive so long (%(default)g)")
+    group.add_argument("--speed", type=float, default=1.0, metavar="X", help="factor on arrivals (%(default)g)")
+    group.add_argument("--start", type=float, default=0.0, metavar="S", help="where the trace begins (%(default)g)")
+    group.add_argument("--rate", type=float, metavar="R", help="requests a second of a file that has lengths only")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same report (%(default)s)")
+    group = sub.add_argument_group("machine")
+    group.add_argument("--slots", type=int, default=64, metavar="N", help="requests at the same time (%(default)s)")
+    group.add_argument("--max-context", type=int, default=16384, metavar="N", help="longest request (%(default)s)")
+    group.add_argument("--prefill-chunk", type=int, default=2048, metavar="N", help="largest prefill (%(default)s)")
+    group.add_argument("--token-budget", type=int, default=512, metavar="N", help="of fcfs-chunked (%(default)s)")
+    group.add_argument("--kv-gib", type=float, default=50.0, metavar="G", help="cache, GiB (%(default)g)")
+    group.add_argument("--host-ms", type=float, default=0.2, metavar="MS", help="host time of a step (%(default)g)")
+    group.add_argument("--frames", type=int, choices=(1, 2), default=2, help="frames in flight (%(default)s)")
+    group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; more are refused (no bound)")
+    group.add_argument("--warm", action="store_true", help="durations are known from the start")
+    group.add_argument(
+        "--prefer", action="append", default=[], metavar="NAME=NUMBER", help="a preference of the policy; repeat"
+    )
+    group = sub.add_argument_group("results")
+    group.add_argument("--slo-ttft-ms", type=float, default=1000.0, metavar="MS", help="objective (%(default)g)")
+    group.add_argument("--slo-gap-ms", type=float, default=100.0, metavar="MS", help="objective (%(default)g)")
+    group.add_argument("--report", type=Path, metavar="FILE", help="JSON report (standard output)")
+    group.add_argument("--html", type=Path, metavar="FILE", help="page with plots")
+    group.add_argument(
+        "--load-seconds", type=float, default=60.0, metavar="S", help="of each run for goodput over load (%(default)g)"
+    )
+    group.add_argument("--jobs", type=int, metavar="N", help="processes for those runs (one a core)")
+    group.add_argument("--check", action="store_true", help="check every invariant at every step (slow)")
 
 
 def core_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -270,6 +314,12 @@ def _generate(options: argparse.Namespace) -> None:
         for output in llm.stream(prompt, params):
             print(output.outputs[0].text, end="", flush=True)
     print()
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    from helios_jax.simulation.command import simulate
+
+    simulate(options)
 
 
 def _open_llm(options: argparse.Namespace) -> Any:

@@ -29,7 +29,8 @@ from helios_jax.scheduler.catalog import (
     powers_of_two,
     prompt_buckets,
 )
-from helios_jax.scheduler.preferences import POLICY_PRESETS, policy_preset
+from helios_jax.scheduler.cost import observe
+from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
 from helios_jax.scheduler.resources import pages_for
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.types import Limits, RequestSpec
@@ -37,13 +38,14 @@ from helios_jax.simulation.acceptance import AcceptanceSampler, AcceptanceTable
 from helios_jax.simulation.baselines import BASELINES, VtcAdmission, baseline
 from helios_jax.simulation.device import FakeDevice
 from helios_jax.simulation.driver import Admission, Arrival, Served, Simulation
-from helios_jax.simulation.profiles import CostProfile, ProfileCosts
+from helios_jax.simulation.profiles import DEFAULT_METHOD, CostProfile, ProfileCosts, Work
 from helios_jax.simulation.report import NS_PER_S, Objectives, Recorder, make_report
 from helios_jax.simulation.traces import Trace
 
 POLICIES = (*POLICY_PRESETS, *BASELINES)
 PAGE_SIZE = 64
 PROMPT_ROWS = (1, 8)  # request rows of prefill programs: alone, and packed
+WARM_CONTEXT = 1024
 GIB = 2**30
 Progress = Callable[[float], None]  # share of the window that has passed, 0 to 1 and beyond
 
@@ -67,6 +69,8 @@ class Experiment:
         host_ms: Host time of a step that a queued frame hides.
         frames: Frames in flight.
         max_queue: Requests that may wait; later ones are refused. None = no bound.
+        warm: Every program has a measured duration when the run begins.
+        preferences: Fields of `PolicyConfig` in place of the preset's.
         check: Check the numbered invariants and the device's page books after every event.
     """
 
@@ -84,6 +88,8 @@ class Experiment:
     host_ms: float = 0.2
     frames: int = 2
     max_queue: int | None = None
+    warm: bool = False
+    preferences: tuple[tuple[str, float], ...] = ()
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +111,25 @@ class Experiment:
                 raise ConfigError(f"slo_{name} must be finite and greater than zero, got {value}")
         if not math.isfinite(self.host_ms) or self.host_ms < 0:
             raise ConfigError(f"host_ms must be finite and at least 0, got {self.host_ms}")
+        if self.preferences and self.policy not in POLICY_PRESETS:
+            raise ConfigError(f"{self.policy} has no preferences; they belong to {' and '.join(POLICY_PRESETS)}")
+
+    def policy_config(self) -> PolicyConfig:
+        """The preset with its changed fields.
+
+        Raises:
+            ConfigError: An unknown field or a value that is not allowed.
+        """
+        preset, known = (
+            policy_preset(self.policy),
+            {field.name: field.type for field in dataclasses.fields(PolicyConfig)},
+        )
+        changes: dict[str, Any] = {}
+        for name, value in self.preferences:
+            if name not in known:
+                raise ConfigError(f"unknown preference {name!r}; choose one of {', '.join(known)}")
+            changes[name] = int(value) if isinstance(getattr(preset, name), int) and value == int(value) else value
+        return dataclasses.replace(preset, **changes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,9 +157,8 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
     """
     scheduler, admission = _scheduler(experiment, trace)
     sampler = AcceptanceSampler(experiment.acceptance, experiment.seed) if experiment.acceptance else None
-    method = experiment.acceptance.method if experiment.acceptance else "eagle3"
     device = FakeDevice(
-        ProfileCosts(experiment.profile, method), PAGE_SIZE, host_ns=round(experiment.host_ms * 1e6),
+        _costs(experiment), PAGE_SIZE, host_ns=round(experiment.host_ms * 1e6),
         slots=experiment.slots, sampler=sampler, check_pages=experiment.check,
     )  # fmt: skip
     arrivals = _arrivals(trace)
@@ -180,10 +204,32 @@ def _scheduler(experiment: Experiment, trace: Trace) -> tuple[Scheduler, Admissi
         draft_extent=depth, frames=experiment.frames,
     )  # fmt: skip
     if experiment.policy in POLICY_PRESETS:
-        return Scheduler(catalog, limits, policy_preset(experiment.policy)), None
+        scheduler = Scheduler(catalog, limits, experiment.policy_config())
+        return _warmed(scheduler, experiment) if experiment.warm else scheduler, None
     counters = VtcAdmission(trace.client.tolist(), trace.prompt_len.tolist())
-    scheduler = baseline(experiment.policy, catalog, limits, experiment.token_budget, counters)
-    return scheduler, counters if experiment.policy == "vtc" else None
+    other = baseline(experiment.policy, catalog, limits, experiment.token_budget, counters)
+    return other, counters if experiment.policy == "vtc" else None
+
+
+def _warmed(scheduler: Scheduler, experiment: Experiment) -> Scheduler:
+    """The scheduler with one observation of every program: full rows at a context of `WARM_CONTEXT`."""
+    state, costs = scheduler.state, _costs(experiment)
+    table, ttl_ns = state.costs, state.policy.estimate_ttl_ns
+    for index, shape in enumerate(state.catalog):
+        rows, tokens = shape.batch_capacity, shape.prefill_capacity or shape.token_capacity
+        if shape.kind is ProgramKind.PREFILL:
+            work = Work(prompts=((tokens // rows, 0),) * rows)
+        elif shape.kind is ProgramKind.MIXED:
+            work = Work(prompts=((tokens, 0),), contexts=(WARM_CONTEXT,) * (rows - 1))
+        else:
+            work = Work(contexts=(WARM_CONTEXT,) * rows)
+        table = observe(table, index, costs(shape, work), 0, ttl_ns)
+    return Scheduler.from_state(dataclasses.replace(state, costs=table))
+
+
+def _costs(experiment: Experiment) -> ProfileCosts:
+    method = experiment.acceptance.method if experiment.acceptance else DEFAULT_METHOD
+    return ProfileCosts(experiment.profile, method)
 
 
 def simulation_catalog(slots: int, prefill_chunk: int, depth: int = 0) -> Catalog:

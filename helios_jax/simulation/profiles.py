@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -35,6 +34,7 @@ from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSour
 
 SCHEMA = 1
 STATE_MS = 0.05  # initialise, snapshot, restore: a few small kernels; no table has them
+DEFAULT_METHOD = "eagle3"  # of drafts, where nothing says otherwise
 NS_PER_MS = 1e6
 
 
@@ -65,18 +65,18 @@ class Curve:
 
 
 class Surface:
-    """Bilinear function of (row, column); `at_row` gives the curve of one row value."""
+    """Bilinear function of (row, column). The curves of rows that were asked for are kept: whole numbers, few."""
 
     def __init__(self, rows: Sequence[float], columns: Sequence[float], values: Sequence[Sequence[float]]) -> None:
         self._columns = tuple(columns)
         self._by_column = [Curve(rows, [line[j] for line in values]) for j in range(len(columns))]
-        self.at_row = functools.lru_cache(maxsize=16384)(self._at_row)
-
-    def _at_row(self, row: float) -> Curve:
-        return Curve(self._columns, [curve(row) for curve in self._by_column])
+        self._kept: dict[float, Curve] = {}
 
     def __call__(self, row: float, column: float) -> float:
-        return self.at_row(row)(column)
+        curve = self._kept.get(row)
+        if curve is None:
+            curve = self._kept[row] = Curve(self._columns, [by_row(row) for by_row in self._by_column])
+        return curve(column)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,7 +106,7 @@ class CostProfile:
     verify_factor: float
     drafts: Mapping[str, Curve]
 
-    def duration_ms(self, shape: ProgramShape, work: Work, method: str = "eagle3") -> float:
+    def duration_ms(self, shape: ProgramShape, work: Work, method: str = DEFAULT_METHOD) -> float:
         """GPU time of one execution of a program.
 
         Args:
@@ -163,7 +163,7 @@ class CostProfile:
 class ProfileCosts:
     """A profile as the device asks for durations: ns of a shape and its work."""
 
-    def __init__(self, profile: CostProfile, method: str = "eagle3") -> None:
+    def __init__(self, profile: CostProfile, method: str = DEFAULT_METHOD) -> None:
         self.profile, self._method = profile, method
 
     def __call__(self, shape: ProgramShape, work: Work = Work()) -> int:
