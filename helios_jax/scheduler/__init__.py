@@ -5,7 +5,12 @@ the engine; the functions are for tests, simulation and replay.
 """
 
 from helios_jax.scheduler.catalog import MAX_SLOTS, Catalog, ProgramKind, ProgramShape, serving_catalog
-from helios_jax.scheduler.completion import complete
+from helios_jax.scheduler.completion import (
+    complete,
+    complete_packed_round,
+    complete_packed_round_with_survival,
+    complete_with_survival,
+)
 from helios_jax.scheduler.counters import snapshot_counters
 from helios_jax.scheduler.invariants import check_invariants
 from helios_jax.scheduler.lifecycle import (
@@ -77,6 +82,9 @@ __all__ = [
     "check_invariants",
     "commit",
     "complete",
+    "complete_packed_round",
+    "complete_packed_round_with_survival",
+    "complete_with_survival",
     "configure_policy",
     "external_ready",
     "finish",

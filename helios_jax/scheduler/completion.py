@@ -50,6 +50,7 @@ from helios_jax.scheduler.types import (
     RequestRebound,
     RequestSpec,
 )
+from helios_jax.scheduler.verdicts import check_sidecars, learned
 
 _ERROR, _STOP, _LENGTH = FinishReason.ERROR, FinishReason.STOP, FinishReason.LENGTH
 
@@ -63,8 +64,41 @@ def complete(
         The new state and the events in lane order; a request's tokens come before its end.
 
     Raises:
-        InvariantError: The timing or a lane's record is malformed; the state is untouched.
+        InvariantError: The timing or a lane's record is malformed, or the program allocates its target
+            rows itself (its confidence must come with it); the state is untouched.
     """
+    return _complete(state, fence, records, timing)
+
+
+def complete_with_survival(
+    state: State, fence: Fence, records: Sequence[CompletionRecord], timing: ExecutionTiming, survival: np.ndarray
+) -> tuple[State, tuple[Event, ...]]:
+    """`complete` with `completion_speculative_survival`: float [slots, draft], NaN where nothing was evaluated."""
+    return _complete(state, fence, records, timing, survival=survival)
+
+
+def complete_packed_round(
+    state: State, fence: Fence, records: Sequence[CompletionRecord], timing: ExecutionTiming, confidence: np.ndarray
+) -> tuple[State, tuple[Event, ...]]:
+    """`complete` of a program with a confidence sidecar, float32 [2, slots, draft].
+
+    Plane 0 is the confidence of each proposal, plane 1 the joint probability of the prefix that it ends.
+    """
+    return _complete(state, fence, records, timing, confidence=confidence)
+
+
+def complete_packed_round_with_survival(
+    state: State, fence: Fence, records: Sequence[CompletionRecord], timing: ExecutionTiming,
+    confidence: np.ndarray, survival: np.ndarray,
+) -> tuple[State, tuple[Event, ...]]:  # fmt: skip
+    """`complete_packed_round` and `complete_with_survival` in one."""
+    return _complete(state, fence, records, timing, confidence, survival)
+
+
+def _complete(
+    state: State, fence: Fence, records: Sequence[CompletionRecord], timing: ExecutionTiming,
+    confidence: np.ndarray | None = None, survival: np.ndarray | None = None,
+) -> tuple[State, tuple[Event, ...]]:  # fmt: skip
     frame = next((frame for frame in state.frames if frame.fence == fence), None)
     if frame is None:
         ignored = dataclasses.replace(state.counters, ignored_completions=state.counters.ignored_completions + 1)
@@ -73,8 +107,10 @@ def complete(
     if frame is not state.frames[0]:
         raise InvariantError(f"fence {fence} completed before fence {state.frames[0].fence}; the device is serial")
     ordered = checked_records(state, frame, records)
+    check_sidecars(state, frame, ordered, confidence, survival)
     requests, counters = state.requests.draft(), state.counters
-    before = requests.consumed_len + requests.output_len
+    output_before = requests.output_len.copy()
+    before = requests.consumed_len + output_before
     visible_before = requests.delivery_r.copy()
     draft = Draft(state)
     events: list[Event] = []
@@ -107,6 +143,7 @@ def complete(
         ledgers=settle(state.ledgers, frame.plan.reason, fence, execution, valid=raw > 0),
         counters=_count_execution(counters, frame, execution, measured=raw > 0, rebound=_count_rebound(events)),
         retention=draft.sealed(),
+        acceptance=learned(state, frame, ordered, requests.output_len - output_before, confidence, survival),
     )
     return release(completed), tuple(events)
 
@@ -182,6 +219,7 @@ def _append_tokens(
 ) -> FinishReason | None:
     """Commit sampled tokens up to the first one that ends the output; later ones are censored."""
     slot = lane.handle.slot
+    requests.proposals[slot] = 0  # a copy was offered to continue the context of before
     for token in map(int, tokens):
         requests.committed_len[slot] += lane.role is LaneRole.DECODE
         count = int(requests.output_len[slot]) + 1

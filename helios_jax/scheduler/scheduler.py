@@ -70,6 +70,27 @@ class Scheduler:
         self._state, events = completion.complete(self._state, fence, records, timing)
         return events
 
+    def complete_with_survival(
+        self, fence: Fence, records: Sequence[CompletionRecord], timing: ExecutionTiming, survival: np.ndarray
+    ) -> tuple[Event, ...]:
+        self._state, events = completion.complete_with_survival(self._state, fence, records, timing, survival)
+        return events
+
+    def complete_packed_round(
+        self, fence: Fence, records: Sequence[CompletionRecord], timing: ExecutionTiming, confidence: np.ndarray
+    ) -> tuple[Event, ...]:
+        self._state, events = completion.complete_packed_round(self._state, fence, records, timing, confidence)
+        return events
+
+    def complete_packed_round_with_survival(
+        self, fence: Fence, records: Sequence[CompletionRecord], timing: ExecutionTiming,
+        confidence: np.ndarray, survival: np.ndarray,
+    ) -> tuple[Event, ...]:  # fmt: skip
+        self._state, events = completion.complete_packed_round_with_survival(
+            self._state, fence, records, timing, confidence, survival
+        )
+        return events
+
     def published_output(self, handle: RequestHandle, fence: Fence) -> None:
         self._state = lifecycle.published_output(self._state, handle, fence)
 

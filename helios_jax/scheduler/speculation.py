@@ -114,8 +114,7 @@ def observe_acceptance(
     seen = (depths <= offered[:, None]) & (hit | ~censored[:, None])
     observed = hit.astype(np.float64)
     if survival is not None:
-        rows = _fitted(survival, acceptance.depth)
-        _check_falling(rows, depths <= offered[:, None], "survival", partial=True)
+        rows = _fitted(checked_survival(survival, offered), acceptance.depth)
         observed = np.where(np.isnan(rows), observed, np.clip(rows, 0.0, 1.0))
     slots = np.flatnonzero(seen.any(axis=1))
     rows_of = np.broadcast_to(np.asarray(source), offered.shape)[slots]
@@ -177,6 +176,21 @@ def checked_confidence(confidence: np.ndarray, lanes: np.ndarray, produced: int)
         raise InvariantError(f"the confidence of slot {slot} is not made of probabilities: {values[:, slot].tolist()}")
     _check_falling(values[1], covered, "joint confidence", partial=False)
     return planes
+
+
+def checked_survival(rows: np.ndarray, offered: np.ndarray) -> np.ndarray:
+    """The survival rows as float64, each number of an offered prefix being a probability that does not rise.
+
+    Raises:
+        InvariantError: Wrong shape, a value outside [0, 1] or infinite, or a rising row.
+    """
+    values = np.asarray(rows, np.float64)
+    most = int(offered.max(initial=0))
+    if values.ndim != 2 or len(values) != len(offered) or values.shape[1] < most:
+        raise InvariantError(f"survival rows must be [{len(offered)}, >= {most}], they are {list(values.shape)}")
+    covered = np.arange(1, values.shape[1] + 1) <= offered[:, None]
+    _check_falling(values, covered, "survival", partial=True)
+    return values
 
 
 def survival(mean: np.ndarray, alpha: float = 1.0) -> np.ndarray:
