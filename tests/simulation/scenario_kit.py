@@ -275,7 +275,7 @@ def mixed(*extents: tuple[int, int, int]) -> list[ProgramShape]:
     """Mixed programs of (rows, decode width, prompt tokens)."""
     return [
         ProgramShape(
-            ProgramKind.MIXED, b, w, w - 1, 0, p, ProposalSource.LEARNED if w > 1 else ProposalSource.NONE
+            ProgramKind.MIXED, b, w, w - 1, p + (b - 1) * w, p, ProposalSource.LEARNED if w > 1 else ProposalSource.NONE
         )
         for b, w, p in extents
     ]  # fmt: skip
