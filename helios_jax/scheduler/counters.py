@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from helios_jax.scheduler.programs import KINDS
+from helios_jax.scheduler.retention import ROLES, SKIPS
 from helios_jax.scheduler.state import FINISHES, REASONS, Phase, State
+from helios_jax.scheduler.state_rows import RowUse
 
 
 def _labelled(labels: Iterable[str], totals: Iterable[int]) -> dict[str, int]:
@@ -18,9 +20,11 @@ def snapshot_counters(state: State) -> dict[str, int | dict[str, int]]:
     """Everything countable, plain integers; a mapping where a label (reason, kind) tells apart.
 
     `..._by_kind` hold the kinds of the catalogue only. `pages_used` counts pages in tables,
-    `pages_reserved` the worst case promised to the requests that own a slot.
+    `pages_reserved` the worst case promised to the requests that own a slot. `snapshots` counts
+    published captures by checkpoint role, `snapshots_skipped` those not taken, by reason.
     """
     counters, phase = state.counters, state.requests.phase
+    kept, captures = state.retention, state.retention.counts
     present = [i for i, kind in enumerate(KINDS) if any(shape.kind is kind for shape in state.catalog)]
 
     def by_kind(totals: tuple[int, ...]) -> dict[str, int]:
@@ -45,6 +49,14 @@ def snapshot_counters(state: State) -> dict[str, int | dict[str, int]]:
         "pages_free": state.pool.num_free,
         "pages_used": int(state.pool.held.sum()),
         "pages_reserved": int(state.requests.reserved_pages.sum()),
+        "snapshots": _labelled(ROLES, captures.captured),
+        "snapshots_skipped": _labelled(SKIPS, captures.skipped),
+        "snapshots_private": captures.windows,
+        "checkpoints_evicted": captures.evicted,
+        "checkpoints_published": len(kept.checkpoints),
+        "state_rows_evicted": captures.evicted_rows,
+        "state_rows_total": len(kept.rows),
+        "state_rows_free": int(np.count_nonzero(kept.rows.use == RowUse.FREE)),
         "programs_measured": int(np.count_nonzero(state.costs.estimate_ns)),
         "programs_total": len(state.catalog),
     }
