@@ -73,6 +73,7 @@ class Completed:
     """What a frame reports.
 
     Attributes:
+        started_ns: When the device began it.
         at_ns: When the host observes it.
         device_ns: How long it ran.
         records, timing: For `complete`.
@@ -80,6 +81,7 @@ class Completed:
         survival: float64 [slots, D] acceptance probabilities of evaluated prefixes, else None.
     """
 
+    started_ns: int
     at_ns: int
     device_ns: int
     records: tuple[CompletionRecord, ...]
@@ -152,14 +154,14 @@ class FakeDevice:
         """
         noise = 1.0 + self._jitter * self._random.uniform(-1.0, 1.0) if self._jitter else 1.0
         device_ns = max(1, int(self._duration_of(plan.shape, self._work(plan)) * noise))
-        queued = self._free_ns > now_ns
-        self._free_ns = max(self._free_ns, now_ns) + device_ns
+        queued, started_ns = self._free_ns > now_ns, max(self._free_ns, now_ns)
+        self._free_ns = started_ns + device_ns
         at_ns = self._free_ns + self._host_ns
         timing = ExecutionTiming((device_ns,), at_ns - now_ns, queued=queued)
         if plan.shape.proposal_depth and plan.shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED):
-            return self._speculate(plan, tables, Completed(at_ns, device_ns, (), timing), queued)
+            return self._speculate(plan, tables, Completed(started_ns, at_ns, device_ns, (), timing), queued)
         records = tuple(self._run_lane(lane, tables.get(lane.handle), queued) for lane in plan.lanes)
-        return Completed(at_ns, device_ns, records, timing)
+        return Completed(started_ns, at_ns, device_ns, records, timing)
 
     def _work(self, plan: ScheduledPlan) -> Work:
         prompts = tuple((lane.length, lane.start) for lane in plan.lanes if lane.role is _PROMPT)

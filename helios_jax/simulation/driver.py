@@ -24,6 +24,7 @@ from helios_jax.scheduler.invariants import check_invariants
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state import FREE, state_digest
 from helios_jax.scheduler.types import (
+    CheckpointPublished,
     Event,
     Fence,
     GeneratedToken,
@@ -95,15 +96,6 @@ class Submitted(NamedTuple):
     done: Completed
 
 
-# Which completion takes which sidecars: (confidence, survival).
-_COMPLETE = {
-    (False, False): "complete",
-    (False, True): "complete_with_survival",
-    (True, False): "complete_packed_round",
-    (True, True): "complete_packed_round_with_survival",
-}
-
-
 class Simulation:
     """One run; `requests` has a row an arrival, in the order given.
 
@@ -127,6 +119,7 @@ class Simulation:
         self.scheduler, self.device, self.clock = scheduler, device, VirtualClock(scheduler.state.now_ns)
         self.requests = [Served(arrival.at_ns) for arrival in arrivals]
         self.plans: list[ScheduledPlan] = []
+        self.checkpoints: list[CheckpointPublished] = []
         self._arrivals, self._check, self._keep, self._refuse = arrivals, check, keep, refuse
         self._max_queue, self._admission, self._observe = max_queue, admission, observe
         self._future = sorted(range(len(arrivals)), key=lambda i: arrivals[i].at_ns, reverse=True)
@@ -262,15 +255,21 @@ class Simulation:
     def _complete(self, frame: Submitted) -> None:
         scheduler, done = self.scheduler, frame.done
         scheduler.advance_to(done.at_ns)
-        complete = getattr(scheduler, _COMPLETE[done.confidence is not None, done.survival is not None])
-        sidecars = [rows for rows in (done.confidence, done.survival) if rows is not None]
-        events = complete(frame.fence, done.records, done.timing, *sidecars)
+        basic, confidence, survival = (frame.fence, done.records, done.timing), done.confidence, done.survival
+        if confidence is None:
+            events = (
+                scheduler.complete(*basic) if survival is None else scheduler.complete_with_survival(*basic, survival)
+            )
+        elif survival is None:
+            events = scheduler.complete_packed_round(*basic, confidence)
+        else:
+            events = scheduler.complete_packed_round_with_survival(*basic, confidence, survival)
         self._checked()
         self._publish(events, frame.fence)
         if self._leaving:
             self._forget()
         if self._observe:
-            self._observe(Ran(frame.plan, done.at_ns - done.timing.wall_ns, done.device_ns, self._handles))
+            self._observe(Ran(frame.plan, done.started_ns, done.device_ns, self._handles))
 
     def _publish(self, events: tuple[Event, ...], fence: Fence) -> None:
         visible: dict[RequestHandle, None] = {}
@@ -289,10 +288,12 @@ class Simulation:
                 self._handles[number], self._numbers[event.fresh] = event.fresh, number
                 del self._numbers[event.handle]
                 self.device.rebind(event.handle, event.fresh)
-            else:
-                assert type(event) is RequestFinished
+            elif type(event) is RequestFinished:
                 served.reason = str(event.reason)
                 self._leaving.append(event.handle)
+            else:
+                assert type(event) is CheckpointPublished
+                self.checkpoints.append(event)
         if visible:
             self.scheduler.published_outputs(tuple(visible), fence)
             self._checked()

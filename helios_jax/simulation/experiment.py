@@ -25,9 +25,10 @@ from helios_jax.scheduler.catalog import (
     Catalog,
     ProgramKind,
     ProgramShape,
-    ProposalSource,
+    mixed_shapes,
     powers_of_two,
     prompt_buckets,
+    speculative_shapes,
 )
 from helios_jax.scheduler.cost import observe
 from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
@@ -236,30 +237,23 @@ def simulation_catalog(slots: int, prefill_chunk: int, depth: int = 0) -> Catalo
     """Every program that a run may use.
 
     Without speculation: decode programs of every power of two of rows. With it: width-one rounds in
-    their place (they keep the draft's context), rectangular rounds of the whole depth, and ragged
-    ones with half of the rows, allocated by the host and by the device.
+    their place (they keep the draft's context), rectangular rounds of every width, and ragged
+    ones of the whole depth, allocated by the host and by the device. Mixed programs in both.
 
     Args:
         slots: Most request rows.
         prefill_chunk: Most prompt tokens of one program.
         depth: Proposals of a round, 0 without speculation.
     """
-    rows, buckets = powers_of_two(slots), prompt_buckets(prefill_chunk)
-    kind, learned = ProgramKind, ProposalSource.LEARNED
+    rows, buckets, kind = powers_of_two(slots), prompt_buckets(prefill_chunk), ProgramKind
     shapes = [ProgramShape(kind.INITIALIZE, b, 0) for b in sorted({rows[0], rows[-1]})]
     shapes += [ProgramShape(kind.PREFILL, b, t) for t in buckets for b in PROMPT_ROWS if b <= rows[-1]]
+    envelope = rows[-1] * (depth + 1)
+    shapes += mixed_shapes(max_slots=slots, buckets=buckets, draft_tokens=depth, token_capacity=envelope)
     if not depth:
-        shapes += [ProgramShape(kind.DECODE, b, 1) for b in rows]
-        shapes += [ProgramShape(kind.MIXED, b, 1, prefill_capacity=t) for b in rows if b > 1 for t in buckets]
-        return Catalog(tuple(shapes))
-    width = depth + 1
-    for b in rows:
-        shapes.append(ProgramShape(kind.SPECULATIVE, b, 1, 0, b, proposal_source=learned))
-        shapes.append(ProgramShape(kind.SPECULATIVE, b, width, depth, b * width, proposal_source=learned))
-        packed = b * ((width + 1) // 2)
-        if b < packed < b * width:
-            ragged = ProgramShape(kind.SPECULATIVE, b, width, depth, packed, proposal_source=learned)
-            shapes += [ragged, dataclasses.replace(ragged, allocation=Allocation.PREFIX_LIMIT)]
+        return Catalog((*shapes, *(ProgramShape(kind.DECODE, b, 1) for b in rows)))
+    for allocation in Allocation:
+        shapes += speculative_shapes(max_slots=slots, draft_tokens=depth, token_capacity=envelope, ragged=allocation)
     return Catalog(tuple(shapes))
 
 

@@ -197,7 +197,7 @@ def _mix(experiment: Experiment, outcome: Outcome) -> str:
         for bucket, device_ns in recorder.mix[kind].items():
             shares[row, bucket // group] += device_ns / (recorder.bucket_s * group * 1e9)
     edges = np.arange(shares.shape[1] + 1) * recorder.bucket_s * group
-    top = Axis(label="share of time", low=0.0, high=max(1.0, float(shares.sum(axis=0).max())))
+    top = Axis(label="share of time", low=0.0, high=1.0)
     figure = Figure("Program mix over time", linear("s", edges), top)
     figure.bars(edges, shares, [kind.replace("_", " ") for kind in kinds])
     return figure.svg()

@@ -61,10 +61,18 @@ class Recorder:
 
     def __call__(self, ran: Ran) -> None:
         self.frames += 1
-        self.mix.setdefault(ran.plan.shape.kind, Counter())[int(ran.start_ns // self._width_ns)] += ran.device_ns
+        self._add(self.mix.setdefault(ran.plan.shape.kind, Counter()), ran.start_ns, ran.device_ns)
         handle = ran.handles.get(self.tracked)
         if handle is not None and len(self.prices) < MAX_PRICE_POINTS:
             self.prices.append(_prices(self._scheduler, handle.slot))
+
+    def _add(self, buckets: Counter[int], start_ns: int, device_ns: int) -> None:
+        """A frame counts in every interval that it touches, by its time there."""
+        first, left = int(start_ns // self._width_ns), float(device_ns)
+        while left > 0:
+            part = min(left, (first + 1) * self._width_ns - start_ns)
+            buckets[first] += round(part)
+            first, left, start_ns = first + 1, left - part, round((first + 1) * self._width_ns)
 
     @property
     def bucket_s(self) -> float:
