@@ -7,145 +7,160 @@ bounded lookahead, not an optimal schedule (specification: "Prerequisites and co
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, prompt_rows, scatter
-from helios_jax.scheduler.stages import at_window_end
+from helios_jax.scheduler.pairs import Stage, fill_first, joined, kept, terminal_values, without_padding
+from helios_jax.scheduler.stages import next_boundary, window_end
 from helios_jax.scheduler.state import RESTORE, SNAPSHOT, VISION
 from helios_jax.scheduler.utility import usable_tokens
 
+_NEVER_MS = 1e300  # F of a program that is not measured: its contribution vanishes
 
-def terminal_values(decision: Decision, first: int, terminal: np.ndarray, following_ms: np.ndarray) -> np.ndarray:
-    """Scaled worth of each terminal row before each following duration F, best first; float64 [C, t].
 
-    terminal_value + p sigma (A + T), and the waiting that its end at T saves over the rest of
-    the sequence, p F (A + T + F / 2). An unmeasured snapshot counts with T = 0 and no saving.
+class Chains(NamedTuple):
+    """Continuations of n requests by Q prompt programs.
 
-    Source: scheduling-utility.md section 9, reading 6.
+    Attributes:
+        worth: float64 [Q, n] useful value of the first inference, 0 where a program cannot run it.
+        rest_ms: float64 [Q, n] F, the stages ahead and that inference.
+        known: bool [n] every stage ahead and an inference are measured.
     """
-    values, duration = decision.values, float(decision.duration_ms[first])
-    done_ms = values.age_ms[terminal] + duration
-    worth = values.terminal + values.terminal_price[terminal] * done_ms
-    rest = following_ms[:, None] if duration > 0 else np.zeros((len(following_ms), 1))
-    return worth + values.terminal_wait * rest * (done_ms + 0.5 * rest)
+
+    worth: np.ndarray
+    rest_ms: np.ndarray
+    known: np.ndarray
 
 
-def ranked_terminals(decision: Decision, terminal: np.ndarray) -> np.ndarray:
-    """Terminal slots by worth, which is by age: the order holds for every duration."""
-    return terminal[np.argsort(-decision.values.age_ms[terminal], kind="stable")]
-
-
-def terminal_candidates(decision: Decision, first: int, waiting: np.ndarray, terminal: np.ndarray) -> list[Candidates]:
+def terminal_candidates(decision: Decision, stage: Stage) -> list[Candidates]:
     """Retirement alone: the productive part of a first stage, without anything that follows."""
-    if not len(terminal):
+    if not len(stage.terminal):
         return []
-    capacity = int(decision.state.programs.batch[first])
-    worth = terminal_values(decision, first, terminal, np.zeros(1))[0, :capacity]
-    return [_alone(decision, first, waiting, terminal[:capacity], float(worth.sum()), True)]
+    duration = decision.duration_ms[stage.programs]
+    worth = terminal_values(decision, stage.terminal, duration, np.zeros(len(duration)))
+    found = []
+    for position, room in enumerate(decision.state.programs.batch[stage.programs].tolist()):
+        value = float(worth[position, :room].sum())
+        found.append(_alone(decision, stage, position, stage.terminal[:room], value, bool(duration[position] > 0)))
+    every = joined(found)
+    return [kept(every, without_padding(decision, every))]
 
 
-def continuation_candidates(
-    decision: Decision, first: int, waiting: np.ndarray, blocked: np.ndarray, terminal: np.ndarray
-) -> list[Candidates]:
+def continuation_candidates(decision: Decision, stage: Stage) -> list[Candidates]:
     """The requests that need further stages, ranked by their individual continuations.
 
-    Terminal rows take part with their own worth where the program is a snapshot.
+    Terminal rows take part with their own worth where the program is a snapshot. Requests with
+    an unmeasured stage in their chain make a candidate of their own, which compares by useful value.
     """
+    blocked = np.flatnonzero(stage.after == 0)
     if not len(blocked):
         return []
-    state, duration = decision.state, float(decision.duration_ms[first])
-    chains = [continuation(decision, slot) for slot in blocked.tolist()]
-    values, rest = np.array([v for v, _, _ in chains]), np.array([f for _, f, _ in chains])
-    known = np.array([k for _, _, k in chains]) & (duration > 0)
-    everything_known = bool(known.all())
-    share = duration / (duration + rest) if everything_known else np.ones(len(rest))
-    capacity = int(state.programs.batch[first])
-    ending = terminal_values(decision, first, terminal, np.zeros(1))[0]
-    worth, slots = np.concatenate([values * share, ending]), np.concatenate([blocked, terminal])
-    best = np.argsort(-worth, kind="stable")[:capacity]
-    if not (best < len(blocked)).any():
-        return []  # retirement alone, which competes by itself
-    return [_alone(decision, first, waiting, slots[best], float(worth[best].sum()), everything_known)]
+    chains = _chains(decision, stage.waiting[blocked])
+    durations = decision.duration_ms[stage.programs]
+    nothing = np.zeros(1)
+    late = terminal_values(decision, stage.terminal, nothing, nothing)[0]
+    found = []
+    for position, duration in enumerate(durations.tolist()):
+        able = stage.fits[position, blocked]
+        unknown = able & ~chains.known if duration > 0 else able
+        if duration > 0 and (able & chains.known).any():
+            share = (chains.worth * (duration / (duration + chains.rest_ms))).max(axis=0)
+            ending = terminal_values(decision, stage.terminal, durations[position : position + 1], nothing)[0]
+            mine = np.flatnonzero(able & chains.known)
+            found += _best_rows(decision, stage, position, blocked[mine], share[mine], ending, known=True)
+        if unknown.any():
+            mine = np.flatnonzero(able)
+            leader = int(np.where(unknown, chains.worth.max(axis=0), -1.0).argmax())
+            mine = np.concatenate([[leader], mine[mine != leader]])
+            value = chains.worth.max(axis=0)[mine]
+            found += _best_rows(decision, stage, position, blocked[mine], value, late, known=False)
+    if not found:
+        return []
+    every = joined(found)
+    return [kept(every, without_padding(decision, every))]
 
 
-def continuation(decision: Decision, slot: int) -> tuple[float, float, bool]:
-    """(V, F, known): what the request earns after its remaining stages, and how long they take.
+def _best_rows(
+    decision: Decision, stage: Stage, position: int, blocked: np.ndarray, worth: np.ndarray, ending: np.ndarray, *,
+    known: bool,
+) -> list[Candidates]:  # fmt: skip
+    """The most valuable rows of one program, blocked and terminal ones.
 
-    The first inference is the prompt program with the best V / F; unmeasured stages add no
-    time and leave the whole unknown, so that it compares by useful value.
+    A known cohort without any blocked request is a retirement, which competes by itself; an
+    indeterminate one holds the first of the blocked in any case, which makes it indeterminate.
+
+    Args:
+        blocked: int64 [n] positions in `stage.waiting`.
+        worth: float64 [n] their contributions.
+        ending: float64 [t] worth of the terminal rows.
     """
-    stages_ms, known = _remaining_stages(decision, slot)
+    slots, value = np.concatenate([stage.waiting[blocked], stage.terminal]), np.concatenate([worth, ending])
+    order = np.argsort(-value, kind="stable")
+    if not known:
+        order = np.concatenate([[0], order[order != 0]])
+    best = order[: decision.state.programs.batch[stage.programs[position]]]
+    if not (best < len(blocked)).any():
+        return []
+    return [_alone(decision, stage, position, slots[best], float(value[best].sum()), known)]
+
+
+def _chains(decision: Decision, slots: np.ndarray) -> Chains:
+    """Continuations of requests that need more stages after their present one."""
     state, programs = decision.state, decision.state.programs
-    rows = prompt_rows(decision, np.array([slot]))
-    scored = bool(state.requests.scored[slot])
-    following = programs.scored_prefill if scored else np.concatenate([programs.prefill, programs.mixed])
-    # The window's images decide where a later chunk stops; up to the boundary is all that is sure.
-    usable = usable_tokens(rows.remaining, programs.prompt[following], rows.atoms)[:, 0]
-    worth = usable * rows.token_value[0] + np.where(usable == rows.remaining[0], rows.bonus[0], 0.0)
-    duration = decision.duration_ms[following]
-    if known and (duration > 0).any():
-        rate = np.where(duration > 0, worth / np.maximum(stages_ms + duration, 1e-300), -1.0)
-        best = int(rate.argmax())
-        return float(worth[best]), stages_ms + float(duration[best]), True
-    return float(worth.max()), stages_ms, False
+    following = np.concatenate([programs.prefill, programs.mixed, programs.scored_prefill])
+    rows = prompt_rows(decision, slots)
+    ahead = [_stages_ahead(decision, slot) for slot in slots.tolist()]
+    stages_ms, known = np.array([ms for ms, _, _ in ahead]), np.array([measured for _, measured, _ in ahead])
+    boundary = np.array([end for _, _, end in ahead])
+    remaining = boundary - state.requests.consumed_len[slots]
+    finishes = (boundary == state.requests.prompt_len[slots]) & (state.requests.max_tokens[slots] > 0)
+    bonus = np.where(finishes, decision.values.output_token[slots], 0.0)
+    usable = usable_tokens(remaining, programs.prompt[following], rows.atoms)
+    worth = usable * rows.token_value + np.where(usable == remaining, bonus, 0.0)
+    scored = np.isin(following, programs.scored_prefill)
+    worth = np.where(scored[:, None] == state.requests.scored[slots], worth, 0.0)
+    duration = decision.duration_ms[following][:, None]
+    usable_now = (duration > 0) & (worth > 0)
+    return Chains(worth, np.where(usable_now, stages_ms + duration, _NEVER_MS), known & usable_now.any(axis=0))
 
 
-def _remaining_stages(decision: Decision, slot: int) -> tuple[float, bool]:
-    """Measured time of the stages between the present one and inference, and whether all are measured."""
-    state, requests = decision.state, decision.state.requests
+def _stages_ahead(decision: Decision, slot: int) -> tuple[float, bool, int]:
+    """The stages between the present one and inference: measured time, whether all are measured, next boundary."""
+    state, requests, programs = decision.state, decision.state.requests, decision.state.programs
     spec, phase = state.specs[slot], requests.phase[slot]
     assert spec is not None  # a waiting request has its spec: invariant 4
-    programs, ahead = state.programs, []
-    images = range(int(requests.images_done[slot]), int(requests.window_images[slot]))
-    private = requests.private_row[slot] > 0
-    windowed = phase == RESTORE and private and requests.restore_row[slot] == requests.private_row[slot]
-    if phase == SNAPSHOT and at_window_end(requests, slot, spec):
-        if requests.state_row[slot]:
-            ahead.append(programs.snapshot)
-        ahead.append(programs.restore)
-        windowed = True
-    if windowed:  # the next window opens with the restore
-        images = range(images.stop, _window_end(spec.image_spans, images.stop, state.limits.feature_tokens))
-    if phase == VISION:
-        images = images[1:]
-    sizes = [spec.image_spans[number].end - spec.image_spans[number].start for number in images]
-    ahead += [programs.vision[programs.tokens[programs.vision] >= size] for size in sizes]
-    total, known = 0.0, True
-    for rows in ahead:
-        measured = decision.duration_ms[rows][decision.duration_ms[rows] > 0]
-        known &= len(measured) > 0
-        total += float(measured.min()) if len(measured) else 0.0
-    return total, known
-
-
-def _window_end(spans: tuple, first: int, room: int) -> int:
-    for number in range(first, len(spans)):
-        room -= spans[number].end - spans[number].start
-        if room < 0:
-            return number
-    return len(spans)
+    first, last = int(requests.images_done[slot]), int(requests.window_images[slot])
+    ahead, boundary = [], int(requests.boundary[slot])
+    if phase == SNAPSHOT:  # the end of a window: a due capture comes before the private copy
+        ahead = [programs.snapshot, programs.restore] if requests.state_row[slot] else [programs.restore]
+    if phase == SNAPSHOT or (phase == RESTORE and first == last):  # the next window opens with the restore
+        last = window_end(spec, first, state.limits)
+        boundary = next_boundary(spec, int(requests.consumed_len[slot]), last)
+    images = spec.image_spans[first + int(phase == VISION) : last]
+    ahead += [programs.vision[programs.tokens[programs.vision] >= span.end - span.start] for span in images]
+    times = [decision.duration_ms[rows][decision.duration_ms[rows] > 0] for rows in ahead]
+    return sum(float(ms.min()) for ms in times if len(ms)), all(len(ms) for ms in times), boundary
 
 
 def _alone(
-    decision: Decision, first: int, waiting: np.ndarray, chosen: np.ndarray, value: float, known: bool
-) -> Candidates:
+    decision: Decision, stage: Stage, position: int, chosen: np.ndarray, value: float, known: bool
+) -> Candidates:  # fmt: skip
     """A candidate of the prerequisite program by itself; unused rows advance waiting requests."""
-    state = decision.state
-    num_slots, capacity = state.limits.slots, int(state.programs.batch[first])
-    members = scatter(np.ones((1, len(chosen)), np.bool_), chosen, num_slots)
-    idle = waiting[~members[0, waiting]][: capacity - len(chosen)]
-    members[0, idle] = True
-    nothing = np.zeros((1, num_slots), np.int64)
-    duration = decision.duration_ms[first : first + 1]
+    state, first = decision.state, stage.programs[position : position + 1]
+    needed = scatter(np.ones((1, len(chosen)), np.bool_), chosen, state.limits.slots)
+    members = fill_first(needed, stage, np.array([position]), state.programs.batch)
+    nothing = np.zeros((1, state.limits.slots), np.int64)
     return Candidates(
-        first=np.array([first]),
+        first=first,
         follow=np.array([-1]),
         members=members,
         lengths=nothing,
         work=nothing,
         prompt=np.array([-1]),
         value=np.array([value]),
-        duration_ms=duration,
-        known=(duration > 0) & known,
-        padding=capacity - members.sum(axis=1),
+        duration_ms=decision.duration_ms[first],
+        known=np.array([known]),
+        padding=state.programs.batch[first] - members.sum(axis=1),
     )

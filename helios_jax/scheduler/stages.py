@@ -31,14 +31,26 @@ def first_stage(requests: Requests, slot: int, spec: RequestSpec, limits: Limits
 
 def open_window(requests: Requests, slot: int, spec: RequestSpec, limits: Limits) -> None:
     """Put as many whole images as fit the feature storage into the active window."""
-    first = int(requests.images_done[slot])
-    room, last = limits.feature_tokens, first
-    for span in spec.image_spans[first:]:
-        room -= span.end - span.start
+    requests.window_images[slot] = window_end(spec, int(requests.images_done[slot]), limits)
+
+
+def window_end(spec: RequestSpec, first: int, limits: Limits) -> int:
+    """Images up to the end of the window that begins with image `first`."""
+    room = limits.feature_tokens
+    for number in range(first, len(spec.image_spans)):
+        room -= spec.image_spans[number].end - spec.image_spans[number].start
         if room < 0:
-            break
-        last += 1
-    requests.window_images[slot] = last
+            return number
+    return len(spec.image_spans)
+
+
+def feature_offset(spec: RequestSpec, limits: Limits, image: int) -> int:
+    """Where the features of an image begin in the storage: every window starts at zero."""
+    first = sum(span.end <= spec.restored_len for span in spec.image_spans)
+    last = window_end(spec, first, limits)
+    while last <= image:
+        first, last = last, window_end(spec, last, limits)
+    return sum(span.end - span.start for span in spec.image_spans[first:image])
 
 
 def set_bounds(requests: Requests, slot: int, spec: RequestSpec, cut: int = 0) -> None:
@@ -47,13 +59,22 @@ def set_bounds(requests: Requests, slot: int, spec: RequestSpec, cut: int = 0) -
     Args:
         cut: An armed checkpoint cut of the request, 0 if there is none.
     """
-    consumed, boundary = int(requests.consumed_len[slot]), len(spec.prompt)
-    window = int(requests.window_images[slot])
-    later = [spec.system_end, cut]
+    consumed = int(requests.consumed_len[slot])
+    requests.boundary[slot] = next_boundary(spec, consumed, int(requests.window_images[slot]), cut)
+    requests.endpoint[slot] = next_endpoint(spec, consumed)
+
+
+def next_boundary(spec: RequestSpec, consumed: int, window: int, cut: int = 0) -> int:
+    """Where the next prefill must stop at the latest: system end, armed cut, first image behind the window, end.
+
+    Args:
+        window: Images up to the end of the active window.
+        cut: As in `set_bounds`.
+    """
+    later, prompt_len = [spec.system_end, cut], len(spec.prompt)
     if window < len(spec.image_spans):
         later.append(spec.image_spans[window].start)
-    requests.boundary[slot] = min((end for end in later if consumed < end < boundary), default=boundary)
-    requests.endpoint[slot] = next_endpoint(spec, consumed)
+    return min((end for end in later if consumed < end < prompt_len), default=prompt_len)
 
 
 def next_endpoint(spec: RequestSpec, consumed: int) -> int:

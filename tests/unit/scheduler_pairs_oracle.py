@@ -1,0 +1,295 @@
+"""The slow, obvious twin of prerequisite selection: every pair, every joint cohort, exact fractions.
+
+For states of up to eight requests. A candidate is a prerequisite program, the inference that
+follows it, what the prompt row of a following mixed program is (absent, ready already, enabled
+by the prerequisite), and the most valuable cohort of all that exist. Reads prices and
+reference intervals from `current_rates` (which have tests of their own) and nothing else of
+the policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+
+from helios_jax.scheduler import ProgramKind, ProgramShape, State
+from helios_jax.scheduler.service import current_rates
+from helios_jax.scheduler.state import Phase
+
+Work = tuple[tuple[int, int], ...]  # (slot, tokens) of the program that follows
+PREREQUISITES = {
+    ProgramKind.INITIALIZE: Phase.INITIALIZE,
+    ProgramKind.RESTORE: Phase.RESTORE,
+    ProgramKind.VISION: Phase.VISION,
+    ProgramKind.SNAPSHOT: Phase.SNAPSHOT,
+}
+FOLLOWING = (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL, ProgramKind.DECODE, ProgramKind.MIXED)
+PROMPT, DECODE, LATER = "prompt", "decode", "later"  # what a request can do after its present stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The best cohort of one pair of programs (or of a prerequisite alone), and its exact score."""
+
+    shapes: tuple[ProgramShape, ...]
+    case: str  # of the prompt row of a following mixed program; empty for other kinds
+    work: Work
+    members: frozenset[int]  # rows of the prerequisite
+    known: bool
+    score: Fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Durations of a pair, ms; `known` if both are measured."""
+
+    first: Fraction
+    follow: Fraction
+    known: bool
+
+    @property
+    def total(self) -> Fraction:
+        return self.first + self.follow
+
+
+def exact(value: float) -> Fraction:
+    return Fraction(0) if np.isnan(value) else Fraction(float(value))
+
+
+class PairOracle:
+    """Enumerates the prerequisites of one decision."""
+
+    def __init__(self, state: State) -> None:
+        self.state, self.rates, self.policy, self.requests = state, current_rates(state), state.policy, state.requests
+        phase = self.requests.phase
+        order = sorted(range(len(phase)), key=lambda s: (int(self.requests.last_use_ns[s]), s))
+        self.in_phase = {p: [s for s in order if phase[s] == p] for p in Phase}
+        self.terminals = sorted(self.in_phase[Phase.TERMINAL], key=lambda s: int(self.requests.terminal_ns[s]))
+        estimate = state.costs.estimate_ns.tolist()
+        self.duration = {shape: Fraction(estimate[i], 10**6) for i, shape in enumerate(state.catalog)}
+        saved = [
+            s for s in self.in_phase[Phase.SNAPSHOT] if self.requests.consumed_len[s] == self.requests.prompt_len[s]
+        ]
+        streams = len(self.in_phase[Phase.DECODE]) + len(saved)
+        self.waiting = Fraction(self.policy.decode_age_price) * streams
+        self.waiting += Fraction(self.policy.terminal_age_price) * len(self.terminals)
+
+    # ---- what a request is, and what it is worth
+
+    def images(self, slot: int) -> list[int]:
+        """Features of the images of its window that are still to be encoded."""
+        spec, requests = self.state.specs[slot], self.requests
+        assert spec is not None
+        window = range(int(requests.images_done[slot]), int(requests.window_images[slot]))
+        return [spec.image_spans[i].end - spec.image_spans[i].start for i in window]
+
+    def at_window_end(self, slot: int) -> bool:
+        spec, last = self.state.specs[slot], int(self.requests.window_images[slot])
+        assert spec is not None
+        return last < len(spec.image_spans) and spec.image_spans[last].start == self.requests.consumed_len[slot]
+
+    def enables(self, slot: int) -> str:
+        """What the request can do when its present stage is over."""
+        requests, phase = self.requests, self.requests.phase[slot]
+        if phase == Phase.VISION:
+            return PROMPT if len(self.images(slot)) == 1 else LATER
+        if phase == Phase.SNAPSHOT:
+            if requests.consumed_len[slot] == requests.prompt_len[slot]:
+                return DECODE
+            return LATER if self.at_window_end(slot) else PROMPT
+        between = requests.private_row[slot] and requests.restore_row[slot] == requests.private_row[slot]
+        return LATER if self.images(slot) or (phase == Phase.RESTORE and between) else PROMPT
+
+    def fits(self, first: ProgramShape, slot: int) -> bool:
+        return first.kind is not ProgramKind.VISION or self.images(slot)[0] <= first.token_capacity
+
+    def decode_value(self, slot: int, times: Times) -> Fraction:
+        p = self.policy
+        value = Fraction(p.output_token_value) + Fraction(p.token_fairness) * exact(self.rates.token_r[slot])
+        value += Fraction(p.delivery_fairness) * exact(self.rates.delivery_r[slot])
+        age = Fraction(self.state.now_ns - int(self.requests.visible_ns[slot]), 10**6)
+        age += times.total if times.known else 0
+        return value + Fraction(p.decode_age_price) * exact(self.rates.sigma[slot]) * age
+
+    def prompt_value(self, slot: int, tokens: int) -> Fraction:
+        fairness = Fraction(self.policy.token_fairness) * exact(self.rates.token_r[slot])
+        value = tokens * (1 + fairness)
+        done = self.requests.consumed_len[slot] + tokens == self.requests.prompt_len[slot]
+        if done and self.requests.max_tokens[slot] > 0:
+            value += Fraction(self.policy.output_token_value) + fairness
+        return value
+
+    @functools.cached_property
+    def terminal_sigma(self) -> Fraction:
+        """K = k = the terminal requests: the fastest measured snapshot program for them; 0 if none is measured."""
+        number = len(self.terminals)
+        shapes = [s for s in self.state.catalog.of_kind(ProgramKind.SNAPSHOT) if self.duration[s] > 0]
+        return min((number * self.duration[s] / min(s.batch_capacity, number) for s in shapes), default=Fraction(0))
+
+    def terminal_value(self, slot: int, times: Times) -> Fraction:
+        """Retirement, its urgency at its end T, and the waiting from T to T + F that it no longer costs."""
+        price = Fraction(self.policy.terminal_age_price)
+        age = Fraction(self.state.now_ns - int(self.requests.terminal_ns[slot]), 10**6)
+        first, rest = (times.first, times.follow) if times.known else (Fraction(0), Fraction(0))
+        value = Fraction(self.policy.terminal_value) + price * self.terminal_sigma * (age + first)
+        return value + price * rest * (age + first + rest / 2)
+
+    def legal(self, slot: int, tokens: int) -> bool:
+        """Whether a prefill may stop there: not behind the boundary, not inside an image."""
+        spec, at = self.state.specs[slot], int(self.requests.consumed_len[slot]) + tokens
+        assert spec is not None
+        inside = any(span.start < at < span.end for span in spec.image_spans)
+        return at <= self.requests.boundary[slot] and not inside
+
+    def lengths(self, slot: int, most: int) -> list[int]:
+        return [tokens for tokens in range(1, most + 1) if self.legal(slot, tokens)]
+
+    # ---- cohorts of what follows
+
+    def cases(self, shape: ProgramShape) -> tuple[str, ...]:
+        return ("absent", "ready", "enabled") if shape.kind is ProgramKind.MIXED else ("",)
+
+    def cohorts(self, shape: ProgramShape, case: str, new: list[int], room: int) -> Iterator[Work]:
+        """Every work of the following program in which 1 to `room` newly ready rows take part."""
+        unscored = [s for s in new if self.enables(s) == PROMPT and not self.requests.scored[s]]
+        decoders = self.in_phase[Phase.DECODE] + [s for s in new if self.enables(s) == DECODE]
+        rows = shape.batch_capacity
+        if shape.kind is ProgramKind.DECODE or case == "absent":
+            every = (tuple((s, 1) for s in some) for some in subsets(decoders, rows))
+        elif shape.kind is ProgramKind.MIXED:
+            ready = [s for s in self.in_phase[Phase.PROMPT] if not self.requests.scored[s]]
+            prompts = unscored if case == "enabled" else ready
+            every = (
+                (*((s, 1) for s in some), (prompt, tokens))
+                for prompt in prompts
+                for tokens in self.lengths(prompt, shape.prefill_capacity)
+                for some in subsets(decoders, rows - 1)
+            )
+        else:
+            scored = shape.kind is ProgramKind.SCORED_PREFILL
+            mine = self.in_phase[Phase.PROMPT] + [s for s in new if self.enables(s) == PROMPT]
+            every = self.splits([s for s in mine if self.requests.scored[s] == scored], rows, shape.token_capacity)
+        return (work for work in every if 1 <= sum(slot in new for slot, _ in work) <= room)
+
+    def splits(self, slots: list[int], rows: int, tokens: int) -> Iterator[Work]:
+        """Every way to give at most `rows` of the slots some of `tokens` tokens."""
+        if not slots or not rows:
+            yield ()
+            return
+        yield from self.splits(slots[1:], rows, tokens)
+        for length in self.lengths(slots[0], tokens):
+            for rest in self.splits(slots[1:], rows - 1, tokens - length):
+                yield ((slots[0], length), *rest)
+
+    # ---- choices
+
+    def times(self, first: ProgramShape, follow: ProgramShape) -> Times:
+        both = self.duration[first], self.duration[follow]
+        return Times(*both, known=min(both) > 0)
+
+    def score(self, value: Fraction, duration: Fraction, known: bool) -> Fraction:
+        return value / duration - duration * self.waiting / 2 if known else value
+
+    def pair_choices(self) -> list[Choice]:
+        """The best cohort of every prerequisite, program that follows and case of its prompt row."""
+        found = []
+        for kind, phase in PREREQUISITES.items():
+            for first, following in itertools.product(self.state.catalog.of_kind(kind), FOLLOWING):
+                new = [s for s in self.in_phase[phase] if self.enables(s) != LATER and self.fits(first, s)]
+                for follow in self.state.catalog.of_kind(following) if new else ():
+                    best = [self.best_pair(first, follow, case, new) for case in self.cases(follow)]
+                    found += [choice for choice in best if choice]
+        return found
+
+    def best_pair(self, first: ProgramShape, follow: ProgramShape, case: str, new: list[int]) -> Choice | None:
+        times = self.times(first, follow)
+        worth = {s: self.terminal_value(s, times) for s in self.ending(first)}
+        decode = {s: self.decode_value(s, times) for s in self.in_phase[Phase.DECODE] + new}
+        endings = [best_subset(worth, size) for size in range(first.batch_capacity + 1)]
+        best: tuple[Fraction, int, Work, tuple[int, ...]] | None = None
+        for work in self.cohorts(follow, case, new, first.batch_capacity):
+            value = sum((self.lane_value(slot, tokens, decode) for slot, tokens in work), Fraction(0))
+            value_end, ending = endings[first.batch_capacity - sum(slot in new for slot, _ in work)]
+            if best is None or (value + value_end, len(work) + len(ending)) > best[:2]:
+                best = value + value_end, len(work) + len(ending), work, ending
+        if best is None:
+            return None
+        value, _, work, ending = best
+        members = self.filled(first, {slot for slot, _ in work if slot in new} | set(ending))
+        score = self.score(value, times.total, times.known)
+        return Choice((first, follow), case, tuple(sorted(work)), members, times.known, score)
+
+    def lane_value(self, slot: int, tokens: int, decode: dict[int, Fraction]) -> Fraction:
+        stream = self.requests.consumed_len[slot] == self.requests.prompt_len[slot]
+        return decode[slot] if stream else self.prompt_value(slot, tokens)
+
+    def ending(self, first: ProgramShape) -> list[int]:
+        return self.terminals if first.kind is ProgramKind.SNAPSHOT else []
+
+    def filled(self, first: ProgramShape, needed: set[int]) -> frozenset[int]:
+        """Unused rows of the prerequisite advance more requests, least recently used first."""
+        waiting = [s for s in self.in_phase[PREREQUISITES[first.kind]] if s not in needed and self.fits(first, s)]
+        return frozenset([*needed, *waiting[: first.batch_capacity - len(needed)]])
+
+    def prefix_choices(self) -> list[Choice]:
+        """The productive part of a first stage alone: retirements by each snapshot program."""
+        found = []
+        for first in self.state.catalog.of_kind(ProgramKind.SNAPSHOT) if self.terminals else ():
+            times = Times(self.duration[first], Fraction(0), self.duration[first] > 0)
+            worth = {s: self.terminal_value(s, times) for s in self.terminals}
+            value, ending = best_subset(worth, first.batch_capacity)
+            score = self.score(value, times.total, times.known)
+            found.append(Choice((first,), "", (), self.filled(first, set(ending)), times.known, score))
+        return found
+
+    def undominated(self, choices: list[Choice]) -> list[Choice]:
+        """Without redundant padding: same kinds, rows and work, no extent smaller and one larger."""
+
+        def extents(choice: Choice) -> list[int]:
+            return [n for s in choice.shapes for n in (s.batch_capacity, s.token_capacity, s.prefill_capacity)]
+
+        def same(a: Choice, b: Choice) -> bool:
+            kinds = [s.kind for s in a.shapes] == [s.kind for s in b.shapes]
+            return kinds and (a.case, a.work, a.members) == (b.case, b.work, b.members)
+
+        def loses(a: Choice) -> bool:
+            return any(
+                same(a, b) and extents(a) != extents(b) and all(x >= y for x, y in zip(extents(a), extents(b)))  # noqa: B905
+                for b in choices
+            )
+
+        return [choice for choice in choices if not loses(choice)]
+
+    def excluded(self, choice: Choice) -> bool:
+        """A larger unmeasured prefill where a smaller prepared one consumes the same up to the next endpoints."""
+        shape = choice.shapes[-1]
+        if shape.kind not in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL) or self.duration[shape] > 0:
+            return False
+        demand = sum(min(n, int(self.requests.endpoint[s] - self.requests.consumed_len[s])) for s, n in choice.work)
+        return any(
+            other.token_capacity < shape.token_capacity
+            and len(choice.work) <= other.batch_capacity <= shape.batch_capacity
+            and other.token_capacity >= demand
+            for other in self.state.catalog.of_kind(shape.kind)
+        )
+
+    def choices(self) -> list[Choice]:
+        """What may win, of pairs and productive prefixes."""
+        kept = self.undominated(self.pair_choices()) + self.undominated(self.prefix_choices())
+        return [choice for choice in kept if not self.excluded(choice)]
+
+
+def subsets(slots: list[int], most: int) -> Iterator[tuple[int, ...]]:
+    for size in range(min(most, len(slots)) + 1):
+        yield from itertools.combinations(slots, size)
+
+
+def best_subset(worth: dict[int, Fraction], most: int) -> tuple[Fraction, tuple[int, ...]]:
+    """The most valuable subset of at most `most`; of equal ones the larger, then the one that comes first."""
+    every = subsets(list(worth), most)
+    return max(((sum((worth[s] for s in some), Fraction(0)), some) for some in every), key=lambda c: (c[0], len(c[1])))
