@@ -1,0 +1,478 @@
+"""Captures in the life of a request, sentence by sentence of the specification's checkpoint retention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from helios_jax.errors import CapacityError, InvariantError, RequestError
+from helios_jax.scheduler import (
+    CompletionRecord,
+    FinishReason,
+    GeneratedToken,
+    LaneRole,
+    RequestFinished,
+    RequestHandle,
+    ScheduledPlan,
+    State,
+    advance_to,
+    can_admit,
+    cancel,
+    finish,
+    preempt,
+    snapshot_counters,
+)
+from helios_jax.scheduler.captures import demand_checkpoint, identify_checkpoint
+from helios_jax.scheduler.checkpoints import ids_of
+from helios_jax.scheduler.state import Phase
+from helios_jax.scheduler.state_rows import RowUse
+from helios_jax.scheduler.types import CheckpointPublished, CheckpointRole, ImageSpan
+from tests.unit.checkpoint_toy import (
+    SNAPSHOT,
+    asked,
+    captured,
+    finish_frame,
+    hybrid_state,
+    phase_of,
+    run,
+    skipped,
+    submit,
+    uses,
+)
+from tests.unit.scheduler_toy import MS, small_catalog
+
+FREE, ARMED, COPYING, GUARDED, PUBLISHED = (
+    RowUse.FREE, RowUse.ARMED, RowUse.COPYING, RowUse.GUARDED, RowUse.PUBLISHED,
+)  # fmt: skip
+TTL = 30 * 10**9
+
+
+def work(plans: list[ScheduledPlan]) -> list[tuple[str, int, int]]:
+    return [(lane.role.value, lane.start, lane.length) for plan in plans for lane in plan.lanes]
+
+
+def published(events: list[Any]) -> list[tuple[int, CheckpointRole]]:
+    return [(event.endpoint, event.role) for event in events if isinstance(event, CheckpointPublished)]
+
+
+def failing(record: CompletionRecord) -> CompletionRecord:
+    return dataclasses.replace(record, valid=False, tokens=())
+
+
+def test_the_anchor_is_captured_where_the_last_message_ends() -> None:
+    state, _ = asked(hybrid_state(1, fraction=0.0), message_ends=(5, 12))
+    state, events, plans = run(state)
+    assert published(events) == [(12, CheckpointRole.ANCHOR)]
+    assert ("snapshot", 12, 0) in work(plans)
+    assert (captured(state), uses(state)) == ({"anchor": 1}, [PUBLISHED])
+    assert state.retention.checkpoints.demand_ns.tolist() == [0], "the demand is that of the request"
+
+
+def test_without_a_message_the_prompt_end_is_the_anchor() -> None:
+    state, _ = asked(hybrid_state(1, fraction=0.0))
+    state, events, plans = run(state)
+    assert published(events) == [(20, CheckpointRole.ANCHOR)]
+    steps = work(plans)
+    assert steps[steps.index(("snapshot", 20, 0)) + 1] == ("decode", 20, 1), "the decoder waits for the copy"
+
+
+def test_extras_are_captured_in_their_order_on_the_way() -> None:
+    state, _ = asked(hybrid_state(5), message_ends=(5, 10, 15))
+    state, events, _ = run(state, lambda s: s.requests.output_len[0] == 2)
+    roles = CheckpointRole
+    assert published(events) == [(5, roles.EXTRA), (10, roles.EXTRA), (15, roles.ANCHOR), (20, roles.PROMPT_END)]
+
+
+def test_a_core_without_rows_or_snapshots_captures_nothing() -> None:
+    for state in (hybrid_state(0), hybrid_state(3, catalog=small_catalog())):
+        state, handle = asked(state, message_ends=(5, 10))
+        state, events, plans = run(state)
+        assert published(events) == []
+        assert "snapshot" not in {role for role, _, _ in work(plans)}
+        assert phase_of(state, handle) is Phase.FREE
+
+
+def test_unknown_costs_disable_extras_and_keep_the_anchor() -> None:
+    """The anchor's own copy then measures the snapshot: the next request has extras."""
+    state, _ = asked(hybrid_state(4, snapshot_ms=0), message_ends=(5, 15))
+    assert skipped(state) == {"unknown_cost": 2}
+    state, events, _ = run(state)
+    assert published(events)[0] == (15, CheckpointRole.ANCHOR)
+    state, _ = asked(state, message_ends=(5, 15))
+    assert [cut.endpoint for cut in state.retention.cuts[0]] == [5, 15, 20]
+
+
+def test_extras_stay_within_the_allowance() -> None:
+    """A prompt of 20 tokens takes 3 ms in 2 pieces of 5 and 15; at 5 percent no copy of 0.2 ms fits."""
+    state, _ = asked(hybrid_state(4, fraction=0.05, snapshot_ms=0.2), message_ends=(5, 15))
+    assert skipped(state) == {"allowance": 2}
+    assert [cut.endpoint for cut in state.retention.cuts[0]] == [15]
+
+
+def test_an_extra_needs_a_row_beside_the_one_guarded_for_the_anchor() -> None:
+    state, _ = asked(hybrid_state(1), message_ends=(5, 15))
+    assert uses(state) == [ARMED], "the anchor has the only row"
+    assert skipped(state) == {"no_row": 1}
+    state, events, _ = run(state)
+    assert published(events)[0] == (15, CheckpointRole.ANCHOR)
+    state, _ = asked(hybrid_state(2), message_ends=(5, 15))
+    assert sorted(uses(state)) == [GUARDED, ARMED]
+
+
+def test_a_guard_protects_the_anchor_from_the_extras_of_others() -> None:
+    state, _ = asked(hybrid_state(2), message_ends=(5, 15))
+    state, other = asked(state, message_ends=(5, 15))
+    assert skipped(state)["no_row"] == 1
+    assert sorted(uses(state)) == [GUARDED, ARMED]
+    state, events, _ = run(state)
+    anchors = [event.handle for event in events if isinstance(event, CheckpointPublished) and event.role == 3]
+    assert anchors == [RequestHandle(0, 1), other], "the second anchor took a row that was published by then"
+
+
+def test_an_anchor_asks_again_until_it_is_passed() -> None:
+    """Both rows are armed by others at first; one of them ends before the third reaches its anchor."""
+    state, first = asked(hybrid_state(1, fraction=0.0))
+    state, second = asked(state)
+    assert uses(state) == [ARMED]
+    assert state.retention.cuts[second.slot], "not given up"
+    state = cancel(state, first)
+    assert uses(state) == [FREE]
+    state, events, _ = run(state)
+    assert published(events) == [(20, CheckpointRole.ANCHOR)]
+
+
+def test_a_passed_anchor_is_a_skip_and_no_failure() -> None:
+    """Nothing but guarded, armed, copying or private rows: every row is busy, the request goes on."""
+    state, first = asked(hybrid_state(1, fraction=0.0), 8, 4, external=True, restored_len=4)
+    state, second = asked(state, 8, 4)
+    state, events, _ = run(state)
+    assert skipped(state) == {"no_row": 1}
+    assert RequestFinished(second, FinishReason.LENGTH) in events
+    assert uses(state) == [ARMED], "the first one still waits for its state from outside"
+    assert phase_of(state, first) is Phase.EXTERNAL
+
+
+def test_an_expired_cost_skips_the_copy_after_the_split() -> None:
+    state, handle = asked(hybrid_state(4), message_ends=(5, 15))
+    state, plan, fence = submit(state)
+    while plan.lanes[0].role is not LaneRole.PROMPT:
+        state, _ = finish_frame(state, plan, fence)
+        state, plan, fence = submit(state)
+    assert plan.lanes[0].length == 5, "the split is in flight"
+    state = advance_to(state, state.now_ns + TTL)
+    state, _ = finish_frame(state, plan, fence)
+    assert phase_of(state, handle) is Phase.PROMPT
+    assert skipped(state) == {"expired_cost": 1}
+    assert sorted(uses(state))[:2] == [FREE, FREE]
+    state, events, _ = run(state)
+    assert published(events)[0] == (15, CheckpointRole.ANCHOR), "an anchor is copied at any cost"
+
+
+def test_a_failed_copy_never_fails_the_request() -> None:
+    state, handle = asked(hybrid_state(1, fraction=0.0), 8, 3)
+    state, _, _ = run(state, lambda s: phase_of(s, handle) is Phase.SNAPSHOT)
+    state, plan, fence = submit(state)
+    assert plan.shape.kind is SNAPSHOT
+    state, events = finish_frame(state, plan, fence, spoil=failing)
+    assert events == ()
+    assert (uses(state), skipped(state), len(state.retention.checkpoints)) == ([FREE], {"failed": 1}, 0)
+    state, events, _ = run(state)
+    assert RequestFinished(handle, FinishReason.LENGTH) in events
+
+
+@pytest.mark.parametrize("end", [cancel, lambda s, h: finish(s, h, FinishReason.ERROR)])
+def test_rows_stay_owned_through_gpu_completion_after_cancellation(end: Any) -> None:
+    """Armed while its prefill runs, guarded beside it, in copy while its snapshot runs: none is free before."""
+    state, handle = asked(hybrid_state(2), message_ends=(5, 15))
+    while phase_of(state, handle) is not Phase.SNAPSHOT:
+        state, plan, fence = submit(state)
+        ended = end(state, handle)
+        assert sorted(uses(ended)) == [GUARDED, ARMED]
+        ended, events = finish_frame(ended, plan, fence)
+        assert (events, uses(ended)) == ((), [FREE, FREE])
+        state, _ = finish_frame(state, plan, fence)
+    assert uses(end(state, handle)) == [FREE, FREE], "nothing is submitted: free at once"
+    state, plan, fence = submit(state)
+    state = end(state, handle)
+    assert sorted(uses(state)) == [GUARDED, COPYING]
+    state, events = finish_frame(state, plan, fence)
+    assert (events, uses(state), len(state.retention.checkpoints)) == ((), [FREE, FREE], 0)
+    assert skipped(state)["ended"] == 3
+
+
+def decoding(fraction: float = 0.05, snapshot_ms: float = 0.1, rows: int = 2, **rest: Any) -> tuple[State, Any]:
+    """A request that has captured its prompt and produced one token, with 10 to go."""
+    state, handle = asked(hybrid_state(rows, fraction=fraction, snapshot_ms=snapshot_ms), 8, 11, **rest)
+    state, _, _ = run(state, lambda s: phase_of(s, handle) is Phase.DECODE)
+    return state, handle
+
+
+def test_productive_decode_earns_its_fraction_of_measured_time() -> None:
+    state, handle = decoding()
+    state, _, _ = run(state, lambda s: s.requests.output_len[handle.slot] == 4, device_ms=1.5)
+    assert state.retention.credit_ns[handle.slot] == pytest.approx(0.05 * 3 * 1.5 * MS)
+
+
+def test_an_unmeasured_or_failed_decode_earns_nothing() -> None:
+    state, handle = decoding()
+    state, plan, fence = submit(state)
+    state, _ = finish_frame(state, plan, fence, device_ms=0)
+    assert state.requests.output_len[handle.slot] == 2
+    assert state.retention.credit_ns[handle.slot] == 0
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.05, 1), (0.0101, 1), (0.0099, 0), (0.0, 0)])
+def test_a_terminal_capture_is_earned(fraction: float, expected: int) -> None:
+    """Ten decodes of 1 ms against a copy of 0.1 ms: one percent is just enough."""
+    state, handle = decoding(fraction)
+    state, events, plans = run(state, device_ms=1.0)
+    assert captured(state).get("terminal", 0) == expected
+    if expected:
+        assert published(events) == [(18, CheckpointRole.TERMINAL)]
+        assert work(plans)[-1] == ("snapshot", 18, 0)
+        tokens = [i for i, event in enumerate(events) if isinstance(event, GeneratedToken | RequestFinished)]
+        assert tokens[-1] < len(events) - 1, "the response is complete before the copy"
+    assert phase_of(state, handle) is Phase.FREE
+
+
+def test_a_terminal_capture_needs_a_row() -> None:
+    state, handle = decoding(rows=1)
+    state, other = asked(state, 8, 4, external=True, restored_len=4)
+    assert uses(state) == [ARMED], "the anchor gave way to the next request's"
+    state, _, _ = run(state)
+    assert skipped(state) == {"terminal_no_row": 1}
+    assert (phase_of(state, handle), phase_of(state, other)) == (Phase.FREE, Phase.EXTERNAL)
+
+
+def test_a_terminal_endpoint_that_is_captured_already_is_not_copied_again() -> None:
+    """A request preempted right after the copy of its prompt end has nothing new to keep."""
+    state, handle = decoding(fraction=1.0)
+    state = preempt(state, handle)
+    assert phase_of(state, handle) is Phase.FREE
+    assert captured(state) == {"anchor": 1}
+
+
+def test_an_output_that_ends_at_the_prompt_end_uses_the_row_that_is_armed_for_it() -> None:
+    state, handle = asked(hybrid_state(1, fraction=0.0), 8, 1)
+    state, events, plans = run(state)
+    assert [type(event) for event in events] == [GeneratedToken, RequestFinished, CheckpointPublished]
+    assert published(events) == [(8, CheckpointRole.ANCHOR)]
+    assert work(plans)[-1] == ("snapshot", 8, 0)
+    assert (phase_of(state, handle), captured(state)) == (Phase.FREE, {"anchor": 1})
+
+
+def test_preemption_tries_a_capture_and_its_age_starts_there() -> None:
+    state, handle = decoding(fraction=1.0)
+    state, _, _ = run(state, lambda s: s.requests.output_len[handle.slot] == 4)
+    state = preempt(advance_to(state, state.now_ns + 5), handle)
+    assert phase_of(state, handle) is Phase.TERMINAL
+    assert state.requests.terminal_ns[handle.slot] == state.now_ns
+    assert preempt(state, handle) is state
+    assert cancel(state, handle) is state
+    state, events, _ = run(state)
+    assert published(events) == [(11, CheckpointRole.TERMINAL)]
+    assert (phase_of(state, handle), state.counters.preempted) == (Phase.FREE, 1)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+def test_errors_and_cancellations_never_capture(reason: FinishReason) -> None:
+    state, handle = decoding(fraction=1.0)
+    state, _, _ = run(state, lambda s: s.requests.output_len[handle.slot] == 4)
+    assert phase_of(finish(state, handle, FinishReason.STOP), handle) is Phase.TERMINAL
+    for ended in (cancel(state, handle), finish(state, handle, reason)):
+        assert phase_of(ended, handle) is Phase.FREE
+    state, plan, fence = submit(state)
+    state, _ = finish_frame(state, plan, fence, spoil=failing)
+    assert phase_of(state, handle) is Phase.FREE
+
+
+def test_a_submitted_program_that_moves_the_state_on_prevents_the_capture() -> None:
+    """With two frames in flight the first one's stop token leaves the second one's token in the state."""
+    state, handle = decoding(fraction=1.0, stop_token_ids=frozenset({5}))
+    state, _, _ = run(state, lambda s: s.requests.output_len[handle.slot] == 4)
+    state, first, fence = submit(state)
+    state, second, _ = submit(state)
+    assert {plan.lanes[0].role for plan in (first, second)} == {LaneRole.DECODE}
+    state, events = finish_frame(state, first, fence, token=5)
+    assert events[-1] == RequestFinished(handle, FinishReason.STOP, 5)
+    assert phase_of(state, handle) is Phase.RETIRING
+    assert skipped(state) == {"terminal_overrun": 1}
+    state, _ = finish_frame(state, second, fence + 1)
+    assert phase_of(state, handle) is Phase.FREE
+
+
+def test_preemption_keeps_a_copy_in_flight() -> None:
+    state, handle = asked(hybrid_state(1, fraction=0.0), 8, 4)
+    state, _, _ = run(state, lambda s: phase_of(s, handle) is Phase.SNAPSHOT)
+    waiting = preempt(state, handle)
+    assert phase_of(waiting, handle) is Phase.TERMINAL, "the state is exact and its row is armed"
+    state, plan, fence = submit(state)
+    state = preempt(state, handle)
+    assert (phase_of(state, handle), uses(state)) == (Phase.TERMINAL, [COPYING])
+    state, events = finish_frame(state, plan, fence)
+    assert published(list(events)) == [(8, CheckpointRole.ANCHOR)]
+    assert (phase_of(state, handle), uses(state)) == (Phase.FREE, [PUBLISHED])
+
+
+def test_a_failed_terminal_copy_still_retires() -> None:
+    state, handle = decoding(fraction=1.0)
+    state, _, _ = run(state, lambda s: phase_of(s, handle) is Phase.TERMINAL)
+    state, plan, fence = submit(state)
+    state, events = finish_frame(state, plan, fence, spoil=failing)
+    assert (events, phase_of(state, handle), skipped(state)) == ((), Phase.FREE, {"terminal_failed": 1})
+
+
+def library() -> State:
+    """Two rows: checkpoint 1 of 8 tokens, checkpoint 2 of 10 tokens, asked for later."""
+    state, _ = asked(hybrid_state(2, fraction=0.0), 8, 1)
+    state, _, _ = run(state)
+    state, _ = asked(state, 10, 1)
+    state, _, _ = run(state)
+    assert state.retention.checkpoints.endpoints.tolist() == [8, 10]
+    return state
+
+
+def test_a_restore_pins_its_source_until_it_is_complete() -> None:
+    state, handle = asked(library(), 12, 2, restore_from=1, restored_len=8)
+    assert state.requests.restore_row[handle.slot] == 1
+    assert state.retention.checkpoints.pins.tolist() == [1], "the other one gave its row to this request's anchor"
+    assert state.retention.checkpoints.demand_ns.tolist() == [state.now_ns]
+    with_other, other = asked(state, 9, 1)
+    assert uses(with_other)[0] is PUBLISHED, "a pinned row is no victim"
+    state, plan, fence = submit(state)
+    assert [(lane.role, lane.row) for lane in plan.lanes] == [(LaneRole.RESTORE, 1)]
+    assert state.retention.checkpoints.pins.tolist() == [1]
+    for ended in (cancel(state, handle), state):
+        ended, _ = finish_frame(ended, plan, fence)
+        assert ended.retention.checkpoints.pins.tolist() == [0]
+    assert other.slot == 1
+
+
+def test_a_request_that_ends_before_its_restore_unpins_it() -> None:
+    state, handle = asked(library(), 12, 2, restore_from=1, restored_len=8)
+    state = cancel(state, handle)
+    assert state.retention.checkpoints.pins.tolist() == [0]
+    assert not state.retention.pinned.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"), [({"restore_from": 9}, "checkpoint_gone"), ({"restored_len": 7}, "invalid_value")]
+)
+def test_a_source_that_is_gone_or_another_length_is_refused(changes: dict[str, int], code: str) -> None:
+    with pytest.raises(RequestError) as error:
+        asked(library(), 12, 2, **{"restore_from": 1, "restored_len": 8} | changes)
+    assert error.value.code == code
+
+
+def test_restored_tokens_are_neither_captured_nor_counted_again() -> None:
+    state, handle = asked(library(), 12, 2, restore_from=1, restored_len=8, message_ends=(4, 8))
+    assert [cut.endpoint for cut in state.retention.cuts[handle.slot]] == [12]
+    assert state.retention.captured_len[handle.slot] == 8
+
+
+def test_evictions_are_counted_by_what_they_free() -> None:
+    state, _ = asked(library(), 9, 1)
+    counters = snapshot_counters(state)
+    assert (counters["checkpoints_evicted"], counters["state_rows_evicted"]) == (1, 1)
+    assert (counters["checkpoints_published"], counters["state_rows_free"]) == (1, 0)
+    assert counters["snapshots"] == {"extra": 0, "prompt_end": 0, "terminal": 0, "anchor": 2}
+
+
+def test_a_demand_decides_the_next_victim() -> None:
+    state = advance_to(library(), 10**9)
+    assert asked(state, 9, 1)[0].retention.checkpoints.ids.tolist() == [2]
+    assert asked(demand_checkpoint(state, 1), 9, 1)[0].retention.checkpoints.ids.tolist() == [1]
+
+
+def test_an_identified_duplicate_frees_its_row() -> None:
+    state = identify_checkpoint(library(), 1, b"eight tokens")
+    assert ids_of(state.retention.checkpoints, b"eight tokens") == (1,)
+    state, _ = asked(state, 8, 1)
+    state, events, _ = run(state)
+    assert published(events) == [(8, CheckpointRole.ANCHOR)]
+    state = identify_checkpoint(identify_checkpoint(library(), 1, b"a"), 2, b"b")
+    assert uses(state) == [PUBLISHED, PUBLISHED]
+    with pytest.raises(InvariantError, match="tokens too"):
+        identify_checkpoint(state, 2, b"a")
+
+
+IMAGES = (ImageSpan(2, 6), ImageSpan(8, 12), ImageSpan(13, 15))
+
+
+def windowed(rows: int = 2, **rest: Any) -> tuple[State, RequestHandle]:
+    """Three windows: features for 4 tokens, images of 4, 4 and 2."""
+    return asked(hybrid_state(rows, fraction=0.0), 18, 3, image_spans=IMAGES, **rest)
+
+
+def test_image_windows_use_one_private_row_that_is_never_published() -> None:
+    state, handle = windowed()
+    private = int(state.requests.private_row[handle.slot])
+    assert uses(state)[private - 1] is RowUse.PRIVATE
+    state, events, plans = run(state)
+    copies = [(lane.start, lane.row) for plan in plans for lane in plan.lanes if lane.role is LaneRole.SNAPSHOT]
+    assert [copy for copy in copies if copy[1] == private] == [(8, private), (13, private)]
+    restores = [(lane.start, lane.row) for plan in plans for lane in plan.lanes if lane.role is LaneRole.RESTORE]
+    assert restores == [(8, private), (13, private)]
+    assert published(events) == [(18, CheckpointRole.ANCHOR)]
+    assert state.retention.counts.windows == 2
+    assert sorted(uses(state)) == [FREE, PUBLISHED], "the private row is free after the last window"
+
+
+def test_rows_follow_a_request_to_its_fresh_generation() -> None:
+    state, handle = windowed()
+    state, _, _ = run(state, lambda s: s.counters.rebound == 1)
+    rows = state.retention.rows
+    assert {rows.handle(row) for row in (1, 2)} == {RequestHandle(handle.slot, handle.generation + 1)}
+
+
+def test_a_cut_at_the_end_of_a_window_is_copied_beside_the_private_row() -> None:
+    state, _ = windowed(message_ends=(8,))
+    state, events, plans = run(state)
+    copies = [lane.row for plan in plans for lane in plan.lanes if lane.role is LaneRole.SNAPSHOT and lane.start == 8]
+    assert len(set(copies)) == 2
+    assert published(events)[0] == (8, CheckpointRole.ANCHOR)
+
+
+def test_a_message_end_inside_an_image_is_no_cut() -> None:
+    state, handle = asked(hybrid_state(3), 18, 3, image_spans=IMAGES[:1], message_ends=(4, 7))
+    assert [cut.endpoint for cut in state.retention.cuts[handle.slot]] == [7, 18]
+
+
+def test_windows_wait_for_a_row_and_are_refused_without_any() -> None:
+    state, first = windowed(1)
+    spec = state.specs[first.slot]
+    assert spec is not None
+    assert not can_admit(state, spec)
+    with pytest.raises(CapacityError, match="state row"):
+        asked(state, 18, 3, image_spans=IMAGES)
+    assert can_admit(cancel(state, first), spec)
+    with pytest.raises(RequestError, match="state rows"):
+        windowed(0)
+
+
+def test_mandatory_windows_revoke_an_unused_guard() -> None:
+    state, guarded = asked(hybrid_state(2), message_ends=(5, 15))
+    assert sorted(uses(state)) == [GUARDED, ARMED]
+    state, handle = asked(state, 18, 3, image_spans=IMAGES)
+    assert sorted(uses(state)) == [ARMED, RowUse.PRIVATE]
+    state, events, _ = run(state)
+    ends = [event.handle.slot for event in events if isinstance(event, RequestFinished)]
+    assert sorted(ends) == [guarded.slot, handle.slot]
+
+
+@pytest.mark.parametrize("stage", range(12))
+def test_cancelling_a_windowed_request_at_every_stage_returns_its_rows(stage: int) -> None:
+    state, handle = windowed()
+    for _ in range(stage):
+        state, plan, fence = submit(state)
+        state, _ = finish_frame(state, plan, fence)
+        handle = RequestHandle(handle.slot, int(state.requests.generation[handle.slot]))
+    idle = cancel(state, handle)
+    assert RowUse.PRIVATE not in uses(idle)
+    state, plan, fence = submit(state)
+    state = cancel(state, handle)
+    assert RowUse.PRIVATE in uses(state) or stage > 8, "kept through GPU completion"
+    state, _ = finish_frame(state, plan, fence)
+    assert set(uses(state)) <= {FREE, PUBLISHED}
