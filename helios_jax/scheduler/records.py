@@ -23,6 +23,8 @@ _PROMPT, _DECODE = LaneRole.PROMPT, LaneRole.DECODE
 
 def check_timing(timing: ExecutionTiming) -> None:
     """Raises InvariantError unless every time is an integer of nanoseconds in range."""
+    if not isinstance(timing.device_ns, (tuple, list)) or not isinstance(timing.queued, (bool, np.bool_)):
+        raise InvariantError(f"execution times are an interval of each rank and whether it was queued, got {timing}")
     values = (*timing.device_ns, timing.wall_ns, timing.embedding_delay_ns)
     if not all(_is_integer(value) for value in values):
         raise InvariantError(f"execution times must be integers of nanoseconds, got {timing}")
@@ -80,6 +82,8 @@ def _is_integer(value: object) -> bool:
 
 def _is_plain(record: CompletionRecord) -> bool:
     """Whether a record is what nearly every decoding lane reports: one token, exact types."""
+    if type(record.tokens) is not tuple:
+        return False
     numbers = (*record.tokens, record.consumed, record.committed_len, record.offered, record.accepted)
     if len(numbers) != 5 or record.valid is not True or any(type(number) is not int for number in numbers):
         return False
@@ -93,6 +97,8 @@ def _problem(state: State, lane: Lane, record: CompletionRecord) -> str:
         return f"consumed, committed, offered and accepted must be integers, got {numbers!r}"
     if not isinstance(record.valid, (bool, np.bool_)):
         return f"valid must be a boolean, got {record.valid!r}"
+    if not isinstance(tokens, (tuple, list)):
+        return f"{tokens!r} are not token ids"
     if record.valid and not all(_is_integer(token) and 0 <= token < _MAX_TOKEN for token in tokens):
         return f"{tokens!r} are not token ids"
     if lane.role is _DECODE:

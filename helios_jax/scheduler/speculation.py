@@ -163,7 +163,7 @@ def checked_confidence(confidence: np.ndarray, lanes: np.ndarray, produced: int)
     Raises:
         InvariantError: Wrong shape, a value outside [0, 1] or not finite, or a rising joint probability.
     """
-    planes = np.asarray(confidence, np.float64)
+    planes = _numbers(confidence, "confidence sidecar")
     if planes.ndim != 3 or planes.shape[0] != 2 or planes.shape[1] != len(lanes) or planes.shape[2] < produced:
         raise InvariantError(
             f"the confidence sidecar must be [2, {len(lanes)}, >= {produced}], it is {list(planes.shape)}"
@@ -184,7 +184,7 @@ def checked_survival(rows: np.ndarray, offered: np.ndarray) -> np.ndarray:
     Raises:
         InvariantError: Wrong shape, a value outside [0, 1] or infinite, or a rising row.
     """
-    values = np.asarray(rows, np.float64)
+    values = _numbers(rows, "survival sidecar")
     most = int(offered.max(initial=0))
     if values.ndim != 2 or len(values) != len(offered) or values.shape[1] < most:
         raise InvariantError(f"survival rows must be [{len(offered)}, >= {most}], they are {list(values.shape)}")
@@ -268,6 +268,18 @@ def _check_falling(values: np.ndarray, covered: np.ndarray, what: str, *, partia
     if (numbers & ~valid).any():
         row = int(np.argwhere(numbers & ~valid)[0, 0])
         raise InvariantError(f"the {what} of slot {row} must fall within [0, 1], it is {values[row].tolist()}")
+
+
+def _numbers(values: object, what: str) -> np.ndarray:
+    """float64 of what a device reported.
+
+    Raises:
+        InvariantError: It is not an array of numbers.
+    """
+    try:
+        return np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise InvariantError(f"the {what} is not an array of numbers: {error}") from error
 
 
 def _fitted(rows: np.ndarray, depth: int) -> np.ndarray:
