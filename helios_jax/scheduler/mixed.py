@@ -39,7 +39,7 @@ def mixed_candidates(decision: Decision) -> Candidates | None:
     here = np.flatnonzero(with_prompt)
     work[here, prompt[here]] = prompt_work[here]
     prompt_slot = np.where(with_prompt, prompt, -1)
-    keep = work.any(axis=1) & _undominated(decision, work, prompt_slot)
+    keep = work.any(axis=1) & _undominated(decision, work, prompt_slot, chosen.any(axis=1))
     keep &= ~_redundant_unmeasured(decision, work, prompt_slot)
     used = np.where(chosen, rows, 0).sum(axis=1) + np.where(with_prompt, prompt_work, 0)
     padding = programs.prompt[kind] + programs.packed[kind] - used
@@ -52,11 +52,15 @@ def _top(values: np.ndarray, rows: np.ndarray, capacity: np.ndarray) -> tuple[np
     return fixed_cohorts(values, rows, capacity, rows.sum(axis=1), np.arange(values.shape[1]))
 
 
-def _undominated(decision: Decision, work: np.ndarray, prompt_slot: np.ndarray) -> np.ndarray:
-    """bool [C]: no mixed program with the same lanes, prompt row and proposal depth is smaller."""
+def _undominated(decision: Decision, work: np.ndarray, prompt_slot: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+    """bool [C]: no mixed program with the same lanes, prompt row and proposal depth is smaller.
+
+    Args:
+        decodes: bool [C]; a prompt alone has no proposals, whatever the program could make.
+    """
     programs = decision.state.programs
     kind = programs.mixed
-    identity = np.stack([prompt_slot, programs.depth[kind], programs.source[kind]], axis=1)
+    identity = np.stack([prompt_slot, programs.depth[kind] * decodes, programs.source[kind] * decodes], axis=1)
     extents = np.stack([programs.batch[kind], programs.tokens[kind], programs.prompt[kind]], axis=1)
     return undominated(np.concatenate([work, identity], axis=1), extents)
 

@@ -1,0 +1,164 @@
+"""Speculative and mixed selection against the exhaustive twin, on random catalogues, prices and limits."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from helios_jax.scheduler import LaneRole, ProgramKind, ProgramShape, ScheduledPlan, plan_next
+from helios_jax.scheduler.candidates import new_decision
+from helios_jax.scheduler.catalog import Allocation
+from helios_jax.scheduler.rounds import round_candidates
+from tests.unit.scheduler_rounds_oracle import (
+    COPY,
+    DEVICE,
+    HOST,
+    LEARNED,
+    NONE,
+    RoundOracle,
+    mixed,
+    ragged,
+    random_policy,
+    rectangular,
+    round_state,
+)
+
+
+def shortfall(plan: ScheduledPlan, optimum: Fraction) -> float:
+    """Relative gap of a plan's score to the optimum; negative if it claims more than there is."""
+    scored = Fraction(plan.selection_value_rate()) * Fraction(math.exp(plan.selection_log_scale()))
+    return float((optimum - scored) / max(abs(optimum), Fraction(1, 10**12)))
+
+
+def check_winner(seeds: range, *, mode: str, kinds: str, unmeasured: float = 0.0, prompts: float = 0.0) -> None:
+    checked = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        batches, shapes = sorted(rng.sample((1, 2, 3, 4, 6), 2)), []
+        source = rng.choice([LEARNED, COPY])
+        if "r" in kinds:
+            shapes += rectangular(rng, source, batches)
+        if "h" in kinds:
+            shapes += ragged(rng, source, batches)
+        if "m" in kinds:
+            shapes += [mixed(b, w, p, source) for b in (2, 4) for w, p in ((1, 64), (1, 128), (rng.choice([2, 3]), 64))]
+            shapes += [mixed(2, 1, 64, NONE)]
+        if rng.random() < 0.3 and not any(shape.kind is ProgramKind.DECODE for shape in shapes):
+            shapes.append(ProgramShape(ProgramKind.DECODE, rng.choice([1, 4]), 1))
+        state = round_state(
+            rng, shapes, unmeasured=unmeasured, prompts=prompts, policy=random_policy(rng, mode)
+        )  # fmt: skip
+        plan, oracle = plan_next(state), RoundOracle(state)
+        assert plan is not None
+        check_plan(plan, oracle)
+        assert abs(shortfall(plan, oracle.best())) < 1e-9, seed
+        checked += plan.shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED)
+    assert checked > len(seeds) // 3
+
+
+def check_plan(plan: ScheduledPlan, oracle: RoundOracle) -> None:
+    """The lanes are what the twin allows, and the score is what they are worth."""
+    rows = {lane.handle.slot: lane.length for lane in plan.lanes}
+    prompt = plan.lanes[plan.prompt_row].handle.slot if plan.prompt_row >= 0 else None
+    if plan.shape.kind is ProgramKind.PREFILL:
+        prompt = plan.lanes[0].handle.slot
+    for lane in plan.lanes:
+        slot = lane.handle.slot
+        assert lane.role is (LaneRole.PROMPT if slot == prompt else LaneRole.DECODE)
+        expected = oracle.prompt_tokens(plan.shape, slot) if slot == prompt else oracle.length(plan.shape, slot)
+        assert lane.length == expected
+    score = oracle.score(oracle.value(plan.shape, rows, prompt), plan.shape)
+    assert abs(shortfall(plan, score)) < 1e-9
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "fixed", "off"])
+def test_rectangular_rounds_are_exact(mode: str) -> None:
+    check_winner(range(120), mode=mode, kinds="r")
+
+
+def test_fixed_host_ragged_rounds_are_exact() -> None:
+    check_winner(range(1000, 1150), mode="fixed", kinds="rh")
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "fixed"])
+def test_mixed_programs_are_exact(mode: str) -> None:
+    check_winner(range(2000, 2090), mode=mode, kinds="rm", prompts=0.3)
+
+
+def test_unmeasured_programs_are_exact_too() -> None:
+    check_winner(range(3000, 3100), mode="adaptive", kinds="rm", prompts=0.3, unmeasured=0.3)
+
+
+@pytest.mark.slow
+def test_rounds_and_mixed_programs_are_exact_in_thousands_of_cases() -> None:
+    check_winner(range(10_000, 11_000), mode="adaptive", kinds="r")
+    check_winner(range(11_000, 12_000), mode="fixed", kinds="rh")
+    check_winner(range(12_000, 12_600), mode="adaptive", kinds="rm", prompts=0.3)
+    check_winner(range(13_000, 13_600), mode="fixed", kinds="rhm", prompts=0.3, unmeasured=0.2)
+
+
+@pytest.mark.parametrize("allocation", [HOST, DEVICE])
+def test_adaptive_ragged_candidates_are_priced_by_their_allocation(allocation: Allocation) -> None:
+    """Rows within P, handed out causally; host order by marginal value, device order by forecasts; ceilings frozen."""
+    cut = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        source = rng.choice([LEARNED, COPY])
+        shapes = [*rectangular(rng, source, (1, 4)), *ragged(rng, source, (2, 4, 6), allocation)]
+        state = round_state(rng, shapes, num=8, policy=random_policy(rng, "adaptive"))
+        decision, oracle = new_decision(state), RoundOracle(state)
+        for block in round_candidates(decision):
+            for row, index in enumerate(block.first.tolist()):
+                shape = state.catalog.shapes[index]
+                work = {slot: int(n) for slot, n in enumerate(block.work[row]) if n}
+                ceilings = {slot: int(n) for slot, n in enumerate(block.lengths[row]) if n}
+                assert sum(work.values()) <= shape.packed_capacity
+                assert sum(work.values()) + block.padding[row] == shape.packed_capacity
+                value = float(oracle.value(shape, work, None)) * math.exp(-decision.values.log_scale)
+                assert math.isclose(block.value[row], value, rel_tol=1e-9)
+                complete = {slot: oracle.length(shape, slot) for slot in work}
+                if shape.allocation is DEVICE:
+                    assert ceilings == complete
+                else:
+                    assert ceilings == work
+                assert work == allocate(shape, complete, oracle)
+                cut += work != complete
+    assert cut > 50
+
+
+def allocate(shape: ProgramShape, complete: dict[int, int], oracle: RoundOracle) -> dict[int, int]:
+    """Give rows one at a time to the best frontier; ties by shorter prefix, then lower slot."""
+    rows = dict.fromkeys(complete, 1)
+
+    def priority(slot: int) -> float:
+        depth = rows[slot] - 1
+        if shape.allocation is DEVICE:
+            return min(oracle.state.acceptance.forecast_mean[slot, : depth + 1].tolist())
+        return float(oracle.survival[slot, shape.proposal_source][depth] * oracle.token_value(slot))
+
+    for _ in range(shape.packed_capacity - len(rows)):
+        open_lanes = [slot for slot in rows if rows[slot] < complete[slot]]
+        if not open_lanes:
+            break
+        rows[min(open_lanes, key=lambda slot: (-priority(slot), rows[slot], slot))] += 1
+    return rows
+
+
+def test_expected_tokens_of_a_plan_are_physical() -> None:
+    """alpha changes scores, not what a queued round is expected to serve."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        shapes = rectangular(rng, LEARNED, (2, 4))
+        state = round_state(rng, shapes, policy=random_policy(rng, "adaptive", alpha=2.0))
+        plan = plan_next(state)
+        assert plan is not None
+        if not plan.shape.proposal_depth:
+            assert plan.expected_tokens == ()
+            continue
+        for lane, expected in zip(plan.lanes, plan.expected_tokens, strict=True):
+            means = np.minimum.accumulate(state.acceptance.accept_mean[lane.handle.slot, 0])
+            assert math.isclose(expected, 1 + means[: lane.length - 1].sum(), rel_tol=1e-12)
