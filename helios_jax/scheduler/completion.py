@@ -17,6 +17,7 @@ import numpy as np
 
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler import captures, cost
+from helios_jax.scheduler.advance import advance_lane, advance_rounds
 from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.lifecycle import count_finish, keeps_state
 from helios_jax.scheduler.programs import index_of
@@ -24,12 +25,8 @@ from helios_jax.scheduler.records import check_timing, checked_records, has_ende
 from helios_jax.scheduler.refresh import settle
 from helios_jax.scheduler.retirement import end_request, release
 from helios_jax.scheduler.service import charge_deliveries, charge_tokens
-from helios_jax.scheduler.stages import arrive, enter, open_window, set_bounds
 from helios_jax.scheduler.state import (
     REASONS,
-    RESTORE,
-    RETIRING,
-    TERMINAL,
     Counters,
     Frame,
     Interval,
@@ -42,17 +39,11 @@ from helios_jax.scheduler.types import (
     ExecutionTiming,
     Fence,
     FinishReason,
-    GeneratedToken,
     Lane,
     LaneRole,
-    RequestFinished,
-    RequestHandle,
     RequestRebound,
-    RequestSpec,
 )
 from helios_jax.scheduler.verdicts import check_sidecars, learned
-
-_ERROR, _STOP, _LENGTH = FinishReason.ERROR, FinishReason.STOP, FinishReason.LENGTH
 
 
 def complete(
@@ -61,7 +52,8 @@ def complete(
     """Account for a completed frame.
 
     Returns:
-        The new state and the events in lane order; a request's tokens come before its end.
+        The new state and the events, in lane order with decoding lanes last; a request's tokens
+        come before its end.
 
     Raises:
         InvariantError: The timing or a lane's record is malformed, or the program allocates its target
@@ -112,17 +104,20 @@ def _complete(
     output_before = requests.output_len.copy()
     before = requests.consumed_len + output_before
     visible_before = requests.delivery_r.copy()
-    draft = Draft(state)
+    draft, phases = Draft(state), state.requests.phase.tolist()
     events: list[Event] = []
     ended: list[tuple[int, FinishReason]] = []
+    rounds: list[tuple[Lane, CompletionRecord]] = []
     for lane, record in zip(frame.plan.lanes, ordered, strict=True):
-        if has_ended(state, lane):  # cancelled while it ran, or ended in the frame before: the work is dropped
+        if has_ended(phases[lane.handle.slot], lane.role):  # cancelled while it ran, or ended in the frame before
             captures.drop_copy(draft, lane, fence)
-            continue
-        reason = _advance(draft, requests, lane, record, events, fence)
-        if reason is not None:
+        elif lane.role is LaneRole.DECODE:
+            rounds.append((lane, record))
+        elif (reason := advance_lane(draft, requests, lane, record, events, fence)) is not None:
             ended.append((lane.handle.slot, reason))
-            counters = count_finish(counters, reason)
+    ended += advance_rounds(draft, requests, rounds, events)
+    for _, reason in ended:
+        counters = count_finish(counters, reason)
     served = requests.consumed_len + requests.output_len - before
     raw, execution = cost.raw_device_ns(timing), cost.execution_ns(timing)
     duration_ms = execution / cost.NS_PER_MS if raw > 0 else 0.0
@@ -146,92 +141,6 @@ def _complete(
         acceptance=learned(state, frame, ordered, requests.output_len - output_before, confidence, survival),
     )
     return release(completed), tuple(events)
-
-
-def _advance(
-    draft: Draft, requests: Requests, lane: Lane, record: CompletionRecord, events: list[Event], fence: Fence
-) -> FinishReason | None:
-    """Advance one lane's columns and emit its events; the reason if its request ended."""
-    state, slot, spec = draft.state, lane.handle.slot, draft.state.specs[lane.handle.slot]
-    assert spec is not None  # an occupied slot has its spec: invariant 4
-    requests.epoch[slot] += 1
-    if lane.role is LaneRole.SNAPSHOT:
-        published = captures.end_copy(draft, lane, fence, valid=record.valid)
-        events.extend([published] if published else [])
-        if lane.row == requests.state_row[slot]:
-            _captured(draft, requests, lane.handle, spec)  # a failed copy never fails the request
-            return None
-    if not record.valid:
-        events.append(RequestFinished(lane.handle, _ERROR))
-        return _ERROR
-    if lane.role is LaneRole.DECODE:
-        return _append_tokens(requests, lane, record.tokens, spec, events)
-    if lane.role is not LaneRole.PROMPT:
-        _pass_stage(draft, requests, lane, spec, events)
-        return None
-    requests.committed_len[slot] += lane.length
-    requests.consumed_len[slot] += lane.length
-    due, cut = captures.reach(draft, requests, lane.handle)
-    set_bounds(requests, slot, spec, cut)
-    arrive(requests, slot, spec, due=due)
-    if requests.consumed_len[slot] < len(spec.prompt):
-        return None
-    requests.visible_ns[slot] = state.now_ns
-    if not lane.emits:  # a scored prompt without output
-        events.append(RequestFinished(lane.handle, _LENGTH))
-        return _LENGTH
-    return _append_tokens(requests, lane, record.tokens, spec, events)
-
-
-def _captured(draft: Draft, requests: Requests, handle: RequestHandle, spec: RequestSpec) -> None:
-    """The armed row holds the state, or the copy failed: go on either way."""
-    slot = handle.slot
-    requests.state_row[slot] = 0
-    if requests.phase[slot] == TERMINAL:
-        requests.phase[slot] = RETIRING
-        return
-    set_bounds(requests, slot, spec, captures.arm_next(draft, requests, handle))
-    arrive(requests, slot, spec, due=False)
-
-
-def _pass_stage(draft: Draft, requests: Requests, lane: Lane, spec: RequestSpec, events: list[Event]) -> None:
-    """A prerequisite other than an optional snapshot is over."""
-    slot = lane.handle.slot
-    if lane.role is LaneRole.RESTORE:
-        captures.end_restore(draft, lane.handle)
-    if lane.role is LaneRole.SNAPSHOT:  # the private row at the end of an image window
-        requests.restore_row[slot], requests.phase[slot] = requests.private_row[slot], RESTORE
-        return
-    if lane.role is LaneRole.VISION:
-        requests.images_done[slot] += 1
-    elif lane.role is LaneRole.RESTORE and lane.row and lane.row == requests.private_row[slot]:
-        requests.generation[slot] += 1
-        requests.restore_row[slot] = 0
-        open_window(requests, slot, spec, draft.state.limits)
-        last = requests.window_images[slot] == len(spec.image_spans)
-        set_bounds(requests, slot, spec, captures.rebind(draft, requests, lane.handle, last_window=last))
-        events.append(RequestRebound(lane.handle, RequestHandle(slot, int(requests.generation[slot]))))
-    enter(requests, slot, spec)
-
-
-def _append_tokens(
-    requests: Requests, lane: Lane, tokens: tuple[int, ...], spec: RequestSpec, events: list[Event]
-) -> FinishReason | None:
-    """Commit sampled tokens up to the first one that ends the output; later ones are censored."""
-    slot = lane.handle.slot
-    requests.proposals[slot] = 0  # a copy was offered to continue the context of before
-    for token in map(int, tokens):
-        requests.committed_len[slot] += lane.role is LaneRole.DECODE
-        count = int(requests.output_len[slot]) + 1
-        requests.output_len[slot] = count
-        events.append(GeneratedToken(lane.handle, token, spec.output_len + count - 1))
-        if token in spec.stop_token_ids:
-            events.append(RequestFinished(lane.handle, _STOP, token))
-            return _STOP
-        if count >= spec.max_tokens:
-            events.append(RequestFinished(lane.handle, _LENGTH))
-            return _LENGTH
-    return None
 
 
 def _members(requests: Requests, frame: Frame) -> np.ndarray:

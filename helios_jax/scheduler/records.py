@@ -64,10 +64,9 @@ def checked_records(state: State, frame: Frame, records: Sequence[CompletionReco
     return ordered
 
 
-def has_ended(state: State, lane: Lane) -> bool:
-    """Whether the lane's request ended before this frame completed, so that its work is dropped."""
-    phase = state.requests.phase[lane.handle.slot]
-    return bool(phase == RETIRING or (phase == TERMINAL and lane.role is not LaneRole.SNAPSHOT))
+def has_ended(phase: int, role: LaneRole) -> bool:
+    """Whether a request in `phase` ended before this frame completed, so that the lane's work is dropped."""
+    return phase == RETIRING or (phase == TERMINAL and role is not LaneRole.SNAPSHOT)
 
 
 def needs_confidence(frame: Frame) -> bool:
@@ -124,9 +123,9 @@ def _round_problem(state: State, lane: Lane, record: CompletionRecord) -> str:
         return f"sampled {count} tokens, expected {record.accepted + 1}"
     if record.consumed != count:
         return f"consumed {record.consumed} tokens for {count} emitted"
-    if has_ended(state, lane):
-        return ""
     slot = lane.handle.slot
+    if has_ended(int(state.requests.phase[slot]), lane.role):
+        return ""
     start, spec = int(state.requests.committed_len[slot]), state.specs[slot]
     assert spec is not None  # an occupied slot has its spec: invariant 4
     if record.committed_len != start + count:

@@ -194,8 +194,7 @@ class ExecutionTiming:
     embedding_delay_ns: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class GeneratedToken:
+class GeneratedToken(NamedTuple):
     """One committed output token. `index` counts the request's output from 0."""
 
     handle: RequestHandle

@@ -72,9 +72,10 @@ def learned(
     if not estimates.depth:
         return estimates
     ceilings, offered, accepted = np.zeros((3, state.limits.slots), np.int64)
+    phases = state.requests.phase.tolist()
     if shape.proposal_depth:
         for lane, record in zip(frame.plan.lanes, records, strict=True):
-            if lane.role is LaneRole.DECODE and record.valid and not has_ended(state, lane):
+            if lane.role is LaneRole.DECODE and record.valid and not has_ended(phases[lane.handle.slot], lane.role):
                 slot = lane.handle.slot
                 ceilings[slot], offered[slot], accepted[slot] = lane.length, record.offered, record.accepted
     if confidence is not None:
