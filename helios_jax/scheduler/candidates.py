@@ -14,7 +14,7 @@ from helios_jax.scheduler.cost import durations_ms
 from helios_jax.scheduler.lanes import class_sources, lane_tokens, prefix_survival
 from helios_jax.scheduler.service import Rates, current_rates
 from helios_jax.scheduler.speculation import expected_tokens
-from helios_jax.scheduler.state import DECODE, PROMPT, TERMINAL, State
+from helios_jax.scheduler.state import PROMPT, TERMINAL, State
 from helios_jax.scheduler.utility import (
     PromptRows,
     Terms,
@@ -94,7 +94,7 @@ class Decision(NamedTuple):
         duration_ms: float64 [programs], 0 = not measured.
         rates: Reciprocal rates and reference intervals.
         values: Scaled prices.
-        order: int64 [at most slots] selectable slots, least recently used first, then by number.
+        order: int64 [slots] slots, least recently used first, then by number.
         prefixes: float64 [sources, slots, depth] prefix survival that prices proposals, alpha included.
         rows: int64 [lane classes, slots] target rows of each stream, 0 where it cannot take part.
         tokens: float64 [lane classes, slots] its expected output with `prefixes`.
@@ -126,9 +126,6 @@ def new_decision(state: State) -> Decision:
         requests.active & ~streaming, streaming, ending,
     )  # fmt: skip
     order = np.lexsort((np.arange(len(age_ms)), requests.last_use_ns))
-    # A projected decoder without output left may be over by then: it counts, but nothing selects it.
-    spent = (requests.phase == DECODE) & (requests.output_len >= requests.max_tokens)
-    order = order[~spent[order]]
     prefixes = prefix_survival(state, state.policy.adaptive_verification_alpha)
     tokens = rates.tokens
     if state.policy.adaptive_verification_alpha != 1.0:
@@ -207,7 +204,7 @@ def prefill_candidates(decision: Decision, *, scored: bool) -> Candidates | None
         return None
     programs = prompt_programs(decision, slots, scored)
     tokens, capacity = state.programs.tokens[programs], state.programs.batch[programs]
-    lengths, totals = packed_cohorts(prompt_rows(decision, slots), tokens, capacity, max_new=0)
+    lengths, totals = packed_cohorts(prompt_rows(decision, slots), tokens, capacity)
     keep = undominated(lengths, np.stack([capacity, tokens], axis=1)) & (lengths > 0).any(axis=1)
     keep &= ~redundant_unmeasured(decision, programs, lengths, slots, scored)
     work = scatter(lengths[keep], slots, state.limits.slots)

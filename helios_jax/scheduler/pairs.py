@@ -30,7 +30,7 @@ from helios_jax.scheduler.candidates import (
 )
 from helios_jax.scheduler.joint import Lanes, best_option, pair_cohorts, prefix_sums
 from helios_jax.scheduler.state import DECODE, PROMPT
-from helios_jax.scheduler.utility import packed_cohorts, undominated, usable_tokens
+from helios_jax.scheduler.utility import enabled_cohorts, undominated, usable_tokens
 
 _ALL_OPTIONS = 8  # numbers of new rows that are all tried before a packed prefill; beyond, powers of two
 
@@ -59,72 +59,72 @@ class Stage(NamedTuple):
 def prefill_pairs(decision: Decision, stage: Stage, *, scored: bool) -> list[Candidates]:
     """Each prerequisite program before each prefill (or scored prefill) program."""
     fresh = (stage.after == PROMPT) & (decision.state.requests.scored[stage.waiting] == scored)
-    able = stage.fits & fresh
-    found = []
-    for firsts in _alike(able):
-        slots = stage.waiting[able[firsts[0]]]
-        if len(slots):
-            found += _prefill_group(decision, stage, firsts, slots, scored)
-    if not found:
+    if not fresh.any():
         return []
-    every = joined(found)
+    able = stage.fits & fresh
+    found = [_prefill_group(decision, stage, firsts, stage.waiting[able[firsts[0]]], scored) for firsts in _alike(able)]
+    every = joined([pairs for pairs in found if pairs is not None])
     slots = np.flatnonzero(every.work.any(axis=0))
     redundant = redundant_unmeasured(decision, every.follow, every.work[:, slots], slots, scored)
     return [kept(every, without_padding(decision, every) & ~redundant)]
 
 
 def _alike(able: np.ndarray) -> list[np.ndarray]:
-    """Positions of the programs that can serve the same requests; `able` is bool [F, n]."""
-    if len(able) == 1 or (able == able[0]).all():
+    """Positions of the programs that can serve somebody, alike ones together; `able` is bool [F, n]."""
+    if (able == able[0]).all():
         return [np.arange(len(able))]
     _, group = np.unique(able, axis=0, return_inverse=True)
-    return [np.flatnonzero(group.ravel() == number) for number in range(int(group.max()) + 1)]
+    every = [np.flatnonzero(group.ravel() == number) for number in range(int(group.max()) + 1)]
+    return [firsts for firsts in every if able[firsts[0]].any()]
 
 
-def _prefill_group(
-    decision: Decision, stage: Stage, firsts: np.ndarray, fresh: np.ndarray, scored: bool
-) -> list[Candidates]:
-    """Pairs of the prerequisite programs at positions `firsts`, which can all serve the `fresh` prompts."""
-    state, requests = decision.state, decision.state.requests
+def _prefill_group(decision: Decision, stage: Stage, firsts: np.ndarray, fresh: np.ndarray, scored: bool) -> Candidates:
+    """Pairs of the G prerequisite programs at positions `firsts`, which can all serve the `fresh` prompts."""
+    state, requests, programs = decision.state, decision.state.requests, decision.state.programs
     mine = (requests.phase == PROMPT) & (requests.scored == scored)
     mine[fresh] = True
     slots = decision.slots(mine)
     following = prompt_programs(decision, slots, scored)
     newly = requests.phase[slots] != PROMPT
-    rows = prompt_rows(decision, slots, newly)
-    tokens, capacity = state.programs.tokens[following], state.programs.batch[following]
-    cohorts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    found = []
-    for position in firsts.tolist():
-        first = int(stage.programs[position])
-        room = int(state.programs.batch[first])
-        options = _new_rows(min(room, len(fresh)), crowded=len(stage.terminal) > max(0, room - len(fresh)))
-        for number in options:
-            if number not in cohorts:
-                cohorts[number] = packed_cohorts(rows, tokens, capacity, max_new=number)
-        choices = [cohorts[number] for number in options]
-        lengths, value = np.stack([chosen for chosen, _ in choices]), np.stack([worth for _, worth in choices])
-        ends = np.minimum(room - ((lengths > 0) & newly).sum(axis=2), len(stage.terminal))
-        times = _known_times(decision, np.full(len(following), first), following)
-        ending = prefix_sums(terminal_values(decision, stage.terminal, *times))
-        value = value + np.take_along_axis(ending, ends.T, 1).T
-        best, which = best_option(value, (lengths > 0).sum(axis=2) + ends), np.arange(len(following))
-        keep = np.isfinite(value[best, which])
-        work = scatter(lengths[best, which][keep], slots, state.limits.slots)
-        needed = (work > 0) & (requests.phase != PROMPT)
-        needed |= _first_of(stage.terminal, ends[best, which][keep], state.limits.slots)
-        of = np.full(len(work), position)
-        members = fill_first(needed, stage, of, state.programs.batch)
-        padding = room - members.sum(axis=1) + prompt_padding(tokens[keep], capacity[keep], work)
-        found.append(_pairs(decision, stage, of, following[keep], members, work, value[best, which][keep], padding))
-    return found
+    room = programs.batch[stage.programs[firsts]]
+    options, allowed = _new_rows(np.minimum(room, len(fresh)), room, len(stage.terminal))
+    lengths, value = enabled_cohorts(
+        prompt_rows(decision, slots, newly), programs.tokens[following], programs.batch[following], options.tolist()
+    )
+    served = lengths > 0
+    ends = np.clip(room[:, None] - (served & newly).sum(axis=2)[:, None], 0, len(stage.terminal))  # [M, G, Q]
+    of, which = np.repeat(firsts, len(following)), np.tile(np.arange(len(following)), len(firsts))
+    first, follow = stage.programs[of], following[which]
+    ending = prefix_sums(terminal_values(decision, stage.terminal, *_known_times(decision, first, follow)))
+    ends = ends.reshape(len(options), len(of))
+    totals = value[:, which] + ending[np.arange(len(of)), ends]
+    totals = np.where(np.repeat(allowed, len(following), axis=1), totals, -np.inf)
+    best, pairs = best_option(totals, served.sum(axis=2)[:, which] + ends), np.arange(len(of))
+    work = scatter(lengths[best, which], slots, state.limits.slots)
+    needed = (work > 0) & (requests.phase != PROMPT)
+    needed |= _first_of(stage.terminal, ends[best, pairs], state.limits.slots)
+    members = fill_first(needed, stage, of, programs.batch)
+    padding = programs.batch[first] - members.sum(axis=1)
+    padding += prompt_padding(programs.tokens[follow], programs.batch[follow], work)
+    found = _pairs(decision, stage, of, follow, members, work, totals[best, pairs], padding)
+    return kept(found, np.isfinite(found.value))
 
 
-def _new_rows(most: int, *, crowded: bool) -> list[int]:
-    """Numbers of new rows to try: only beside terminal rows that want the same places do fewer make sense."""
-    if not crowded:
-        return [most]
-    return sorted({n for n in (*range(1, _ALL_OPTIONS + 1), 16, 32, most) if n <= most})
+def _new_rows(most: np.ndarray, room: np.ndarray, num_terminal: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of new rows to try, and which prerequisite programs try them: int64 [M] and bool [M, G].
+
+    As many as possible, unless terminal rows want the same places.
+
+    Args:
+        most: int64 [G] largest number of each program.
+        room: int64 [G] its rows.
+    """
+    crowded = most + num_terminal > room if num_terminal else np.zeros(len(most), np.bool_)
+    options = {int(n) for n in most}
+    if crowded.any():
+        options |= {n for n in (*range(1, _ALL_OPTIONS + 1), 16, 32) if n <= most[crowded].max()}
+    number = np.array(sorted(options))[:, None]
+    return number[:, 0], (number == most) | (crowded & (number <= most))
 
 
 # ---- a following program that delivers
@@ -162,20 +162,20 @@ def _delivery_case(
     if not len(following):
         return []
     state, programs = decision.state, decision.state.programs
-    of = np.repeat(np.arange(len(stage.programs)), len(following))
-    first, follow = stage.programs[of], np.tile(following, len(stage.programs))
-    taken = int(len(prompts) > 0)
+    fresh, ready = stage.waiting[stage.after == DECODE], decision.slots(state.requests.phase == DECODE)
+    following = _worth_a_look(decision, following, prompts, len(fresh) + len(ready))
+    of, which = np.divmod(np.arange(len(stage.programs) * len(following)), len(following))
+    first, follow = stage.programs[of], following[which]
+    first_ms, rest_ms = _known_times(decision, first, follow)
     able = stage.fits[of][:, np.isin(stage.waiting, prompts)] if enabled else None
     prompt, prompt_value, prompt_work = best_prompts(decision, follow, prompts, able)
-    first_ms, rest_ms = _known_times(decision, first, follow)
-    fresh, ready = stage.waiting[stage.after == DECODE], decision.slots(state.requests.phase == DECODE)
-    new, new_work = delivery_lanes(decision, follow, fresh, first_ms + rest_ms)
-    old, old_work = delivery_lanes(decision, follow, ready, first_ms + rest_ms)
+    new, new_work = _lanes(decision, following, fresh, which, first_ms + rest_ms)
+    old, old_work = _lanes(decision, following, ready, which, first_ms + rest_ms)
+    taken = int(len(prompts) > 0)
     ending = terminal_values(decision, stage.terminal, first_ms, rest_ms)
     cohorts = pair_cohorts(
-        Lanes(new, new_work > 0), Lanes(old, old_work > 0), ending,
-        programs.batch[first] - int(enabled), programs.batch[follow] - taken, least=int(not enabled),
-    )  # fmt: skip
+        new, old, ending, programs.batch[first] - int(enabled), programs.batch[follow] - taken, least=int(not enabled)
+    )
     work = scatter(np.where(cohorts.new, new_work, 0), fresh, state.limits.slots)
     work += scatter(np.where(cohorts.old, old_work, 0), ready, state.limits.slots)
     needed = scatter(cohorts.new, fresh, state.limits.slots)
@@ -188,9 +188,46 @@ def _delivery_case(
     members = fill_first(needed, stage, of, programs.batch)
     rows, tokens = programs.batch + programs.prompt + programs.packed, work.sum(axis=1) + (work > 0).sum(axis=1)
     padding = programs.batch[first] - members.sum(axis=1) + rows[follow] - tokens
-    found = _pairs(decision, stage, of, follow, members, work, cohorts.value + prompt_value, padding)
-    found = kept(found, legal)
+    found = kept(_pairs(decision, stage, of, follow, members, work, cohorts.value + prompt_value, padding), legal)
     return [kept(found, without_padding(decision, found))]
+
+
+def _lanes(
+    decision: Decision, following: np.ndarray, slots: np.ndarray, which: np.ndarray, duration_ms: np.ndarray
+) -> tuple[Lanes, np.ndarray]:
+    """Decoding lanes of C pairs and their target rows, int64 [C, n].
+
+    Args:
+        following: int64 [Q] programs.
+        which: int64 [C] positions in `following`.
+        duration_ms: float64 [C] when the pair's service ends, 0 if that is not known.
+    """
+    base, rows = delivery_lanes(decision, following, slots, np.zeros(len(following)))
+    rows = rows[which]
+    values = base[which] + np.where(rows > 0, decision.values.age_price[slots], 0.0) * duration_ms[:, None]
+    return Lanes(values, rows > 0), rows
+
+
+def _worth_a_look(decision: Decision, following: np.ndarray, prompts: np.ndarray, num_lanes: int) -> np.ndarray:
+    """The decode or mixed programs whose cohorts cannot all be a smaller one's: the filter of padding, beforehand.
+
+    Programs alike for a lane agree in every cohort when both have room for all lanes and for the
+    longest prompt. Rounds are left alone: their target rows are an extent of its own.
+    """
+    state, programs = decision.state, decision.state.programs
+    if np.isin(following[0], programs.speculative) or not same_age_prices(decision):
+        return following
+    longest = (state.requests.boundary - state.requests.consumed_len)[prompts].max(initial=0)
+    rows = np.minimum(programs.batch[following], num_lanes + int(len(prompts) > 0))
+    usable = np.stack([rows, np.minimum(programs.prompt[following], longest), programs.lane_class[following]], 1)
+    extents = np.stack([column[following] for column in (programs.batch, programs.tokens, programs.prompt)], 1)
+    return following[undominated(usable, extents)]
+
+
+def same_age_prices(decision: Decision) -> bool:
+    """Whether all streams gain alike by time, so that their order is the same at every duration."""
+    prices = decision.values.age_price[decision.state.requests.streams]
+    return not len(prices) or bool(prices.min() == prices.max())
 
 
 def best_prompts(
@@ -267,8 +304,10 @@ def without_padding(decision: Decision, found: Candidates) -> np.ndarray:
     depth = np.where(follow < 0, 0, programs.depth[follow])
     # Programs without proposals are alike, whatever their source.
     source = np.where(depth > 0, 1 + 2 * programs.source[follow] + programs.device_allocates[follow], 0)
-    cohorts = np.concatenate([found.work, found.members, depth[:, None], source[:, None]], axis=1)
-    return undominated(cohorts, extents)
+    used = np.flatnonzero(found.work.any(axis=0))
+    identity = np.concatenate([found.work[:, used], depth[:, None], source[:, None]], axis=1).astype(np.int32)
+    rows = np.packbits(found.members, axis=1)
+    return undominated(np.concatenate([np.ascontiguousarray(identity).view(np.uint8), rows], axis=1), extents)
 
 
 def kept(found: Candidates, mask: np.ndarray) -> Candidates:

@@ -16,7 +16,7 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision
 from helios_jax.scheduler.multistage import continuation_candidates, terminal_candidates
-from helios_jax.scheduler.pairs import Stage, best_prompts, delivery_pairs, prefill_pairs
+from helios_jax.scheduler.pairs import Stage, best_prompts, delivery_pairs, prefill_pairs, same_age_prices
 from helios_jax.scheduler.stages import at_window_end, next_features
 from helios_jax.scheduler.state import DECODE, INITIALIZE, PROMPT, RESTORE, SNAPSHOT, TERMINAL, VISION, State
 from helios_jax.scheduler.utility import undominated
@@ -94,9 +94,7 @@ def _worth_a_look(decision: Decision, rows: np.ndarray, demand: int) -> np.ndarr
     makes the others redundant, unless streams of different age prices rank differently at
     different durations; then the filter after the search decides.
     """
-    requests, prices = decision.state.requests, decision.values.age_price
-    streams = prices[requests.streams]
-    if len(streams) and streams.min() < streams.max():
+    if not same_age_prices(decision):
         return rows
     capacity = decision.state.programs.batch[rows]
     return rows[undominated(np.minimum(capacity, demand)[:, None], capacity[:, None])]

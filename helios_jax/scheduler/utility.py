@@ -190,39 +190,68 @@ def usable_tokens(remaining: np.ndarray, capacity: np.ndarray, atoms: np.ndarray
     return whole_spans(np.minimum(capacity[:, None], remaining), atoms)
 
 
-def packed_cohorts(
-    rows: PromptRows, tokens: np.ndarray, capacities: np.ndarray, max_new: int
-) -> tuple[np.ndarray, np.ndarray]:
+def packed_cohorts(rows: PromptRows, tokens: np.ndarray, capacities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Best prompt cohort of each prefill program, rows sharing its token capacity.
 
     Lane values are not additive here. The search orders the prompts by value, by value per
     token and by shortest tail, fills rows and tokens in that order, and keeps the best; a
-    program with one row is exact. With `max_new` > 0 at least one newly ready row must take part and at
-    most `max_new` may: each order is tried as it is and with its best new row moved to the front.
+    program with one row is exact.
 
     Args:
         rows: The n prompts, preferred order first among equals.
         tokens, capacities: int [C] token capacity and request rows of each program.
-        max_new: Rows of the prerequisite; 0 when all rows are ready.
 
     Returns:
-        Tokens of each prompt int64 [C, n] and value float64 [C], -inf without a legal cohort.
+        Tokens of each prompt int64 [C, n] and value float64 [C].
     """
     extents, extent = np.unique(tokens, return_inverse=True)  # U distinct token capacities
-    order = np.argsort(-_packed_keys(rows, extents, max_new), axis=-1, kind="stable")  # [orders, U, n]
-    remaining = rows.remaining[order]
-    if max_new:
-        order, remaining = _excess_last(rows, order, max_new)
+    order = np.argsort(-_packed_keys(rows, extents), axis=-1, kind="stable")  # [orders, U, n]
+    return _best_order(rows, order, rows.remaining[order], extents, extent, capacities)
+
+
+def enabled_cohorts(
+    rows: PromptRows, tokens: np.ndarray, capacities: np.ndarray, max_new: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Best cohorts in which 1 to m of the newly ready rows take part, for each m of `max_new` (M of them).
+
+    Each order of `packed_cohorts` is tried as it is and with its best new row moved to the front.
+
+    Returns:
+        Tokens int64 [M, C, n] and value float64 [M, C], -inf without a legal cohort.
+    """
+    extents, extent = np.unique(tokens, return_inverse=True)
+    keys = _packed_keys(rows, extents)
+    front = keys.copy()
+    best_new = np.where(rows.newly_ready, keys, -np.inf).argmax(axis=-1)
+    np.put_along_axis(front, best_new[..., None], np.inf, -1)
+    order = np.argsort(-np.concatenate([keys, front]), axis=-1, kind="stable")
+    found = []
+    for number in max_new:
+        allowed, remaining = _excess_last(rows, order, number)
+        found.append(_best_order(rows, allowed, remaining, extents, extent, capacities, needs_new=True))
+    return np.stack([lengths for lengths, _ in found]), np.stack([value for _, value in found])
+
+
+def _best_order(
+    rows: PromptRows, order: np.ndarray, remaining: np.ndarray, extents: np.ndarray, extent: np.ndarray,
+    capacities: np.ndarray, *, needs_new: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Fill each program in each order and keep the best order: tokens int64 [C, n] and value float64 [C].
+
+    Args:
+        order, remaining: int64 [orders, U, n] prompts and what they may consume, in turn.
+        extents, extent: int [U] token capacities and int [C] which of them each program has.
+    """
     taken = _filled(extents, order, remaining, rows.atoms)
     gains = taken * rows.token_value[order] + np.where(taken == remaining, rows.bonus[order], 0.0)
     gains[taken <= 0] = 0.0
     # Fewer rows cut an order's tail and leave its head as it is: prefix sums give every row capacity.
     last = np.minimum(capacities, len(rows.remaining)) - 1
     totals = np.cumsum(gains, axis=-1)[:, extent, last]  # [orders, C]
-    if max_new:
+    if needs_new:
         num_new = np.cumsum(rows.newly_ready[order] & (taken > 0), axis=-1)[:, extent, last]
         totals = np.where(num_new > 0, totals, -np.inf)
-    best, programs = totals.argmax(axis=0), np.arange(len(tokens))
+    best, programs = totals.argmax(axis=0), np.arange(len(extent))
     chosen = taken[best, extent]
     chosen[np.arange(chosen.shape[1]) > last[:, None]] = 0
     lengths = np.zeros_like(chosen)
@@ -256,18 +285,12 @@ def _excess_last(rows: PromptRows, order: np.ndarray, max_new: int) -> tuple[np.
     return order, np.where(np.take_along_axis(excess, back, -1), 0, rows.remaining[order])
 
 
-def _packed_keys(rows: PromptRows, tokens: np.ndarray, max_new: int) -> np.ndarray:
+def _packed_keys(rows: PromptRows, tokens: np.ndarray) -> np.ndarray:
     """Sort keys [orders, C, n], larger first."""
     usable = usable_tokens(rows.remaining, tokens, rows.atoms)
     worth = usable * rows.token_value + np.where(usable == rows.remaining, rows.bonus, 0.0)
     tails = np.broadcast_to(-rows.remaining.astype(np.float64), worth.shape)
-    keys = np.stack([worth, worth / np.maximum(usable, 1), tails])
-    if not max_new:
-        return keys
-    front = keys.copy()
-    best_new = np.where(rows.newly_ready, keys, -np.inf).argmax(axis=-1)
-    np.put_along_axis(front, best_new[..., None], np.inf, -1)
-    return np.concatenate([keys, front])
+    return np.stack([worth, worth / np.maximum(usable, 1), tails])
 
 
 def undominated(cohorts: np.ndarray, capacities: np.ndarray) -> np.ndarray:
@@ -285,11 +308,15 @@ def undominated(cohorts: np.ndarray, capacities: np.ndarray) -> np.ndarray:
     """
     numbers: dict[bytes, int] = {}
     group = np.array([numbers.setdefault(cohort.tobytes(), len(numbers)) for cohort in cohorts], np.int64)
+    keep = np.ones(len(cohorts), np.bool_)
     if len(numbers) == len(cohorts):
-        return np.ones(len(cohorts), np.bool_)
+        return keep
+    shared = np.flatnonzero(np.bincount(group)[group] > 1)
+    group, extents = group[shared], capacities[shared]
     dominated = group[:, None] == group
     larger = np.zeros_like(dominated)
-    for extent in capacities.T:
+    for extent in extents.T:
         dominated &= extent[:, None] >= extent
         larger |= extent[:, None] > extent
-    return ~(dominated & larger).any(axis=1)
+    keep[shared] = ~(dominated & larger).any(axis=1)
+    return keep

@@ -225,7 +225,7 @@ def test_packed_cohorts_of_eight_prompts_stay_near_the_optimum() -> None:
         bonus = [rng.choice([4.0, 64.0]) + v - 1 for v in value]
         rows, tokens = rng.randint(1, 8), rng.choice([8, 16, 32])
         prompts = PromptRows(np.array(remaining), np.array(value), np.array(bonus), np.zeros(n, np.bool_))
-        lengths, totals = packed_cohorts(prompts, np.array([tokens]), np.array([rows]), max_new=0)
+        lengths, totals = packed_cohorts(prompts, np.array([tokens]), np.array([rows]))
         finished = lengths[0] == remaining
         assert (lengths[0] <= remaining).all()
         assert lengths.sum() <= tokens
