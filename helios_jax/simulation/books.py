@@ -61,8 +61,8 @@ class Books:
             raise InvariantError(f"{lane} has no destination row")
         self._rows[lane.row] = at
 
-    def restore(self, lane: Lane) -> None:
-        """Bring a state back: from a row, or from outside the device (row 0), as the spec says."""
+    def restore(self, lane: Lane, table: np.ndarray | None) -> None:
+        """Bring a state back, its pages included: from a row, or from outside the device (row 0)."""
         spec = self._specs.get(lane.handle)
         if lane.row:
             if lane.row not in self._rows:
@@ -72,6 +72,7 @@ class Books:
             at = spec.restored_len if spec is not None else lane.start
         if at != lane.start:
             raise InvariantError(f"{lane} restores a state of {at} tokens")
+        self._write(lane, table, 0, at)
         self.committed[lane.handle] = at
 
     def encode(self, lane: Lane) -> None:
@@ -119,6 +120,11 @@ class Books:
     def position(self, handle: RequestHandle) -> int:
         """Committed length of a request, 0 before its initialisation."""
         return self.committed.get(handle, 0)
+
+    def stops(self, handle: RequestHandle) -> frozenset[int]:
+        """Token ids that end the request's output; the device stops a burst there."""
+        spec = self._specs.get(handle)
+        return spec.stop_token_ids if spec is not None else frozenset()
 
     def _position(self, lane: Lane) -> int:
         at = self.committed.get(lane.handle)

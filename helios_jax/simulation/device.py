@@ -184,7 +184,7 @@ class FakeDevice:
             case LaneRole.SNAPSHOT:
                 self.books.snapshot(lane)
             case LaneRole.RESTORE:
-                self.books.restore(lane)
+                self.books.restore(lane, table)
             case LaneRole.VISION:
                 self.books.encode(lane)
         return CompletionRecord(handle, 0, (), lane.start)
@@ -209,11 +209,10 @@ class FakeDevice:
                 records.append(self._run_lane(lane, tables.get(lane.handle), queued))
                 continue
             row = numbers[lane.handle]
-            count = 1 + int(accepted[row])
-            end = self.books.decode(lane, tables.get(lane.handle), count, uncertain=queued)
-            tokens = tuple(self.token(lane.handle, position) for position in range(end - count + 1, end + 1))
-            record = CompletionRecord(lane.handle, count, tokens, end, offered=int(widths[row]) - 1, accepted=count - 1)
-            records.append(record)
+            tokens = self._emitted(lane.handle, 1 + int(accepted[row]))
+            end = self.books.decode(lane, tables.get(lane.handle), len(tokens), uncertain=queued)
+            judgement = {"offered": int(widths[row]) - 1, "accepted": int(accepted[row])}
+            records.append(CompletionRecord(lane.handle, len(tokens), tokens, end, **judgement))
         slots = [lane.handle.slot for lane in rounds]
         planes = survival = None
         if shape.allocation is Allocation.PREFIX_LIMIT:
@@ -223,6 +222,13 @@ class FakeDevice:
             survival = np.full((self._slots, depth), np.nan)
             survival[slots] = np.where(judged, np.cumprod(confidence, axis=1), np.nan)
         return dataclasses.replace(done, records=tuple(records), confidence=planes, survival=survival)
+
+    def _emitted(self, handle: RequestHandle, count: int) -> tuple[int, ...]:
+        """The next `count` tokens of a request, cut after the first one that ends its output."""
+        at, stops = self.books.position(handle), self.books.stops(handle)
+        tokens = [self.token(handle, position) for position in range(at + 1, at + count + 1)]
+        last = next((index for index, token in enumerate(tokens) if token in stops), count - 1)
+        return tuple(tokens[: last + 1])
 
     def _propose(self, handles: list[RequestHandle], depth: int) -> tuple[np.ndarray, np.ndarray]:
         """Confidence float64 [lanes, depth] and the verdict that each proposal would get."""

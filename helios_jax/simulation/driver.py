@@ -40,12 +40,15 @@ from helios_jax.simulation.device import Completed, FakeDevice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A request that arrives at `at_ns` and is cancelled at `cancel_ns` if it still runs."""
+    """A request that arrives at `at_ns` and is cancelled at `cancel_ns` if it still runs.
+
+    The external state of its spec, if there is any, arrives at `ready_ns` or at its admission.
+    """
 
     at_ns: int
     spec: RequestSpec
     cancel_ns: int | None = None
-    client: int = 0
+    ready_ns: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,23 +111,25 @@ class Simulation:
         refuse: Count requests that can never fit as refused instead of raising.
         max_queue: Requests that may wait for a slot; a later one is refused. None = no bound.
         admission: Order of the waiting requests; first come, first served without one.
+        copies: (request number, output tokens so far) -> copy proposals that the host offers next.
         observe: Called after every completion.
     """
 
     def __init__(
         self, scheduler: Scheduler, device: FakeDevice, arrivals: Sequence[Arrival], *, check: bool = True,
         keep: bool = True, refuse: bool = False, max_queue: int | None = None, admission: Admission | None = None,
-        observe: Callable[[Ran], None] | None = None,
+        copies: Callable[[int, int], int] | None = None, observe: Callable[[Ran], None] | None = None,
     ) -> None:  # fmt: skip
         self.scheduler, self.device, self.clock = scheduler, device, VirtualClock(scheduler.state.now_ns)
         self.requests = [Served(arrival.at_ns) for arrival in arrivals]
         self.plans: list[ScheduledPlan] = []
         self.checkpoints: list[CheckpointPublished] = []
         self._arrivals, self._check, self._keep, self._refuse = arrivals, check, keep, refuse
-        self._max_queue, self._admission, self._observe = max_queue, admission, observe
+        self._max_queue, self._admission, self._copies, self._observe = max_queue, admission, copies, observe
         self._future = sorted(range(len(arrivals)), key=lambda i: arrivals[i].at_ns, reverse=True)
         self._cancels = [(a.cancel_ns, i) for i, a in enumerate(arrivals) if a.cancel_ns is not None]
         heapq.heapify(self._cancels)
+        self._external: list[tuple[int, int]] = []  # (arrival of the state, number) of admitted requests
         self._waiting: deque[int] = deque()
         self._handles: dict[int, RequestHandle] = {}
         self._numbers: dict[RequestHandle, int] = {}
@@ -171,11 +176,10 @@ class Simulation:
         return False
 
     def _next_event_ns(self) -> int | None:
-        cancel = self._cancels[0][0] if self._cancels else None
-        arrival = self._arrivals[self._future[-1]].at_ns if self._future else None
-        if cancel is None or arrival is None:
-            return arrival if cancel is None else cancel
-        return min(cancel, arrival)
+        times = [heap[0][0] for heap in (self._cancels, self._external) if heap]
+        if self._future:
+            times.append(self._arrivals[self._future[-1]].at_ns)
+        return min(times, default=None)
 
     def _take_events(self) -> None:
         """Arrivals, cancellations and admissions that are due now."""
@@ -185,6 +189,11 @@ class Simulation:
             self._arrive(self._future.pop())
         if self._cancels:
             self._take_cancels()
+        while self._external and self._external[0][0] <= now_ns:
+            _, number = heapq.heappop(self._external)
+            if number in self._handles:
+                self.scheduler.external_ready(self._handles[number])
+                self._checked()
         while self._waiting:
             index = self._admission.choose(self._waiting) if self._admission else 0
             number = self._waiting[index]
@@ -223,6 +232,8 @@ class Simulation:
         self.device.admit(handle, spec, number)
         if self._admission:
             self._admission.admitted(number, handle)
+        if spec.external:
+            heapq.heappush(self._external, (max(self._arrivals[number].ready_ns, self.clock.now_ns + 1), number))
         self._checked()
 
     def _take_cancels(self) -> None:
@@ -297,6 +308,11 @@ class Simulation:
         if visible:
             self.scheduler.published_outputs(tuple(visible), fence)
             self._checked()
+        if self._copies:
+            for handle in visible:
+                number = self._numbers[handle]
+                self.scheduler.offer_copy(handle, self._copies(number, self.requests[number].num_tokens))
+                self._checked()
 
     def _forget(self) -> None:
         """Tell the device of ended requests whose slots are free by now."""

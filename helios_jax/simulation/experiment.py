@@ -260,14 +260,10 @@ def simulation_catalog(slots: int, prefill_chunk: int, depth: int = 0) -> Catalo
 def _arrivals(trace: Trace) -> list[Arrival]:
     """Prompts are views of one array of zeros: only their lengths matter here."""
     zeros = np.zeros(int(trace.prompt_len.max(initial=1)), np.int32)
-    columns = (trace.at_s, trace.prompt_len, trace.output_len, trace.client)
+    columns = (trace.at_s, trace.prompt_len, trace.output_len)
     return [
-        Arrival(
-            at_ns=round(at_s * NS_PER_S),
-            spec=RequestSpec(prompt=zeros[:prompt_len], max_tokens=output_len),
-            client=client,
-        )
-        for at_s, prompt_len, output_len, client in zip(*(column.tolist() for column in columns), strict=True)
+        Arrival(at_ns=round(at_s * NS_PER_S), spec=RequestSpec(prompt=zeros[:prompt_len], max_tokens=output_len))
+        for at_s, prompt_len, output_len in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 
