@@ -20,7 +20,7 @@ from helios_jax.scheduler import captures
 from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.cost import attempt
 from helios_jax.scheduler.programs import KINDS, index_of, lane_width, misfit, physical_tokens
-from helios_jax.scheduler.queue import closed, expected_service, needs_feedback, project
+from helios_jax.scheduler.queue import closed, expected_service, may_be_over, needs_feedback, project
 from helios_jax.scheduler.refresh import PROBES, dispatched, is_funded, watch_idle
 from helios_jax.scheduler.resources import PagePool, pages_for, take
 from helios_jax.scheduler.retirement import retire
@@ -226,7 +226,7 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
         raise StalePlanError(f"{plan.shape.name} cannot be submitted: {problem}")
     slots = _checked_lanes(state, plan)
     alone = plan.required_empty_queue or needs_feedback(state, index, slots)
-    if state.frames and alone:
+    if state.frames and (alone or may_be_over(state)[slots].any()):
         raise StalePlanError(f"{plan.shape.name} needs completion feedback, fence {state.last_fence} is outstanding")
     frame = _frozen(state, plan, fence, alone)
     requests = state.requests.draft()

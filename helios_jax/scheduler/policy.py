@@ -29,7 +29,7 @@ from helios_jax.scheduler.learning import acceptance_probe
 from helios_jax.scheduler.mixed import mixed_candidates
 from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
-from helios_jax.scheduler.queue import closed, needs_feedback, project
+from helios_jax.scheduler.queue import closed, may_be_over, needs_feedback, project
 from helios_jax.scheduler.refresh import credit_ns, is_funded, stale_alternatives
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.stages import next_features
@@ -61,8 +61,10 @@ def plan_next(state: State) -> ScheduledPlan | None:
     if closed(state) or not state.requests.runnable.any():
         return None
     plan = _select(project(state))
-    drain = plan is not None and state.frames and plan.required_empty_queue
-    return None if drain else plan
+    if plan is None or not state.frames:
+        return plan
+    unsure = may_be_over(state)[[lane.handle.slot for lane in plan.lanes]]
+    return None if plan.required_empty_queue or unsure.any() else plan
 
 
 def _select(state: State) -> ScheduledPlan | None:

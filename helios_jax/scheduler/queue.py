@@ -7,8 +7,9 @@ it, so that the device does not idle while the host plans. The life of an append
    outstanding frame needs feedback, and none has overrun its expected end.
 2. `project` gives the state that is expected when the outstanding frames are over. Selection
    runs on it with every candidate, those that could never be appended included.
-3. The winner is appended if it needs no feedback (`needs_feedback`). Otherwise nothing is
-   submitted until the window drains: a lower-value queueable program does not displace it.
+3. The winner is appended if it needs no feedback (`needs_feedback`) and names no request that
+   may be over by then (`may_be_over`). Otherwise nothing is submitted until the window drains:
+   a lower-value queueable program does not displace it.
 4. `commit` freezes what the frame is expected to serve, so the next projection can use it.
 
 There is no limit in milliseconds on a frame or on the queue. Projection publishes nothing and
@@ -93,8 +94,8 @@ def project(state: State) -> State:
        update as measured service; participants without service count as well.
     2. Ages: a request with an expected delivery is as old as that delivery.
     3. Positions and output: the most that each queued lane can advance, min(ceiling, P). A
-       request that may be over by then keeps its place among the streams but has no output
-       left, so nothing selects it; one that is certainly over leaves.
+       request that is certainly over by then leaves. One that may be over or not stays, with
+       its last row to go: what names it is visible, and needs feedback (`may_be_over`).
     4. Copy proposals of queued requests are void: they continue a context that will have moved.
 
     The window of the result is empty; without outstanding frames it is the state itself.
@@ -126,8 +127,21 @@ def _serve(state: State, requests: Requests, frame: Frame, end_ns: int) -> None:
     requests.visible_ns[delivered] = end_ns
 
 
-def _advance(state: State, requests: Requests) -> None:
-    """Move positions and outputs of the queued lanes to their bounds, in place."""
+def may_be_over(state: State) -> np.ndarray:
+    """bool [slots], requests that the outstanding frames may or may not bring to their output limit.
+
+    Whether such a request has a next step is known at completion only. Hiding it instead, and
+    queueing programs without it, was measured: with rounds of up to four rows and outputs of 60
+    tokens, two frames in flight finished 1.1 % later than one; draining for it, 0.7 % earlier.
+    """
+    requests = state.requests
+    at_least, at_most = _progress(state)
+    left = requests.max_tokens - requests.output_len
+    return (at_most > 0) & requests.active & (at_least < left) & (left <= at_most)
+
+
+def _progress(state: State) -> tuple[np.ndarray, np.ndarray]:
+    """Fewest and most tokens that each request gets from the outstanding frames, int64 [slots] each."""
     at_least, at_most = np.zeros((2, state.limits.slots), np.int64)
     for frame in state.frames:
         packed = packed_rows(frame.plan.shape)
@@ -135,9 +149,17 @@ def _advance(state: State, requests: Requests) -> None:
             if lane.role is LaneRole.DECODE:
                 at_least[lane.handle.slot] += 1
                 at_most[lane.handle.slot] += min(lane.length, packed)
-    queued = (at_most > 0) & requests.active
-    over = queued & (requests.output_len + at_least >= requests.max_tokens)
-    requests.committed_len[queued] += at_most[queued]
-    requests.output_len[queued] = np.minimum(requests.output_len + at_most, requests.max_tokens)[queued]
+    return at_least, at_most
+
+
+def _advance(state: State, requests: Requests) -> None:
+    """Move positions and outputs of the queued lanes to their bounds, in place."""
+    at_least, at_most = _progress(state)
+    left = requests.max_tokens - requests.output_len
+    queued, over = (at_most > 0) & requests.active, at_least >= left
+    moved = np.where(over, left, np.minimum(at_most, left - 1))[queued]
+    requests.committed_len[queued] += moved
+    requests.output_len[queued] += moved
     requests.proposals[queued] = 0
+    over &= queued
     requests.phase[over] = RETIRING

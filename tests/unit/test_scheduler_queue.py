@@ -30,7 +30,7 @@ from helios_jax.scheduler import (
     preempt,
 )
 from helios_jax.scheduler.catalog import ProposalSource
-from helios_jax.scheduler.queue import closed, expected_end_ns, project
+from helios_jax.scheduler.queue import closed, expected_end_ns, may_be_over, project
 from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.types import CompletionRecord, Constraint, ExecutionTiming, Lane, LaneRole
 from tests.unit.scheduler_toy import (
@@ -376,18 +376,25 @@ def test_a_round_is_bounded_by_its_ceiling_and_its_pages_are_reserved() -> None:
     check_invariants(state)
 
 
-def test_a_round_that_may_exhaust_the_output_hides_its_request_but_keeps_it_a_stream() -> None:
+def test_a_request_that_may_be_over_is_worth_draining_for() -> None:
+    """Three rows left and a round of three: whether there is a next step is known at completion only."""
     state = speculating(max_tokens=6)
     assert state.requests.output_len[:2].tolist() == [1, 1]
     requests = state.requests.draft()
     requests.output_len[0], requests.committed_len[0], requests.written_len[0] = 3, 7, 7
     state = dataclasses.replace(state, requests=requests.sealed())
-    state = commit(state, round_plan(state, (3, 2)), state.last_fence + 1)
-    projected = project(state)
-    assert projected.requests.streams[:2].all()  # one accepted token would leave it running
-    plan = plan_next(state)
-    assert plan is not None
-    assert [lane.handle.slot for lane in plan.lanes] == [1]
+    busy = commit(state, round_plan(state, (3, 2)), state.last_fence + 1)
+    assert may_be_over(busy)[:2].tolist() == [True, False]
+    assert (project(busy).requests.max_tokens - project(busy).requests.output_len)[0] == 1
+    assert plan_next(busy) is None
+    both = round_plan(busy, (1, 1))
+    with pytest.raises(StalePlanError, match="feedback"):
+        commit(busy, both, busy.last_fence + 1)
+    other = dataclasses.replace(both, lanes=both.lanes[1:], epochs=both.epochs[1:])
+    check_invariants(commit(busy, other, busy.last_fence + 1))
+    certain = commit(state, round_plan(state, (2, 2)), state.last_fence + 1)
+    assert not may_be_over(certain).any()
+    assert plan_next(certain) is not None
 
 
 def test_expected_service_moves_projected_prices_and_ages() -> None:
