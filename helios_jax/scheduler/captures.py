@@ -27,9 +27,10 @@ from helios_jax.scheduler import row_allocator, state_rows
 from helios_jax.scheduler.capture_draft import Draft, cut_costs, snapshot_ns
 from helios_jax.scheduler.cuts import anchor_ahead, copy_is_due, earned_ns, plan_cuts, terminal_is_due
 from helios_jax.scheduler.retention import Retention
+from helios_jax.scheduler.stages import window_end
 from helios_jax.scheduler.state import Requests, State
 from helios_jax.scheduler.state_rows import Role, RowUse
-from helios_jax.scheduler.types import CheckpointPublished, Fence, Lane, LaneRole, RequestHandle, RequestSpec
+from helios_jax.scheduler.types import CheckpointPublished, Fence, Lane, LaneRole, Limits, RequestHandle, RequestSpec
 
 
 def check_source(checkpoints: library.Checkpoints, spec: RequestSpec) -> None:
@@ -86,7 +87,7 @@ def admit(draft: Draft, requests: Requests, handle: RequestHandle, spec: Request
         prompt_len=len(spec.prompt),
         restored_len=spec.restored_len,
         message_ends=[end for end in spec.message_ends if not _splits_image(spec, end)],
-        mandatory=(spec.system_end, *(span.start for span in spec.image_spans)),
+        mandatory=(spec.system_end, *_window_starts(spec, draft.state.limits)),
         costs=cut_costs(draft.state, scored=spec.scored),
         fraction=draft.state.policy.checkpoint_extra_work_fraction,
     )
@@ -273,6 +274,14 @@ def release(draft: Draft, handle: RequestHandle) -> None:
     draft.rows = state_rows.release_handle(draft.rows, handle)
     draft.cuts[slot] = ()
     draft.credit_ns[slot], draft.captured_len[slot], draft.demand_ns[slot] = 0.0, 0, 0
+
+
+def _window_starts(spec: RequestSpec, limits: Limits) -> list[int]:
+    """Where the image windows after the first begin: the prefill stops there anyway."""
+    first, starts = sum(span.end <= spec.restored_len for span in spec.image_spans), []
+    while (first := window_end(spec, first, limits)) < len(spec.image_spans):
+        starts.append(spec.image_spans[first].start)
+    return starts
 
 
 def _splits_image(spec: RequestSpec, end: int) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from helios_jax.errors import CapacityError, InvariantError, RequestError
 from helios_jax.scheduler import (
     CompletionRecord,
+    ExecutionTiming,
     FinishReason,
     GeneratedToken,
     LaneRole,
@@ -20,6 +21,7 @@ from helios_jax.scheduler import (
     advance_to,
     can_admit,
     cancel,
+    complete,
     finish,
     preempt,
     snapshot_counters,
@@ -41,7 +43,7 @@ from tests.unit.checkpoint_toy import (
     submit,
     uses,
 )
-from tests.unit.scheduler_toy import MS, small_catalog
+from tests.unit.scheduler_toy import MS, records_of, small_catalog
 
 FREE, ARMED, COPYING, GUARDED, PUBLISHED = (
     RowUse.FREE, RowUse.ARMED, RowUse.COPYING, RowUse.GUARDED, RowUse.PUBLISHED,
@@ -109,6 +111,21 @@ def test_extras_stay_within_the_allowance() -> None:
     state, _ = asked(hybrid_state(4, fraction=0.05, snapshot_ms=0.2), message_ends=(5, 15))
     assert skipped(state) == {"allowance": 2}
     assert [cut.endpoint for cut in state.retention.cuts[0]] == [15]
+
+
+@pytest.mark.parametrize(("system_end", "cost_ms"), [(0, 1.1), (5, 0.1)])
+def test_a_cut_at_the_system_end_pays_its_copy_only(system_end: int, cost_ms: float) -> None:
+    """Eight tokens are one program of 1 ms, in two pieces they are two; the prefill stops at the system end anyway."""
+    state, handle = asked(hybrid_state(4), 12, message_ends=(5, 8), system_end=system_end)
+    assert [cut.cost_ns for cut in state.retention.cuts[handle.slot]] == [cost_ms * MS, 0, 0.1 * MS]
+
+
+def test_a_cut_at_a_window_pays_its_copy_only() -> None:
+    """Images at 2 to 6 and 6 to 10 are two windows of 4 features, or one of 8 that the cut splits."""
+    spans = (ImageSpan(2, 6), ImageSpan(6, 10))
+    for features, cost_ms in ((4, 0.1), (8, 1.1)):
+        state, handle = asked(hybrid_state(4, features=features), 16, message_ends=(6, 16), image_spans=spans)
+        assert [cut.cost_ns for cut in state.retention.cuts[handle.slot]] == [cost_ms * MS, 0]
 
 
 def test_an_extra_needs_a_row_beside_the_one_guarded_for_the_anchor() -> None:
@@ -218,7 +235,7 @@ def test_productive_decode_earns_its_fraction_of_measured_time() -> None:
 def test_an_unmeasured_or_failed_decode_earns_nothing() -> None:
     state, handle = decoding()
     state, plan, fence = submit(state)
-    state, _ = finish_frame(state, plan, fence, device_ms=0)
+    state, _ = complete(state, fence, records_of(plan), ExecutionTiming((0,), 5 * MS))
     assert state.requests.output_len[handle.slot] == 2
     assert state.retention.credit_ns[handle.slot] == 0
 
@@ -235,6 +252,14 @@ def test_a_terminal_capture_is_earned(fraction: float, expected: int) -> None:
         tokens = [i for i, event in enumerate(events) if isinstance(event, GeneratedToken | RequestFinished)]
         assert tokens[-1] < len(events) - 1, "the response is complete before the copy"
     assert phase_of(state, handle) is Phase.FREE
+
+
+def test_a_stale_cost_is_still_a_measured_one() -> None:
+    """Elapsed time alone never makes a measured program unknown: credit is compared with the last estimate."""
+    state, handle = decoding()
+    state, _, _ = run(state, lambda s: s.requests.output_len[handle.slot] == 8)
+    state = finish(advance_to(state, state.now_ns + 2 * TTL), handle, FinishReason.STOP)
+    assert phase_of(state, handle) is Phase.TERMINAL
 
 
 def test_a_terminal_capture_needs_a_row() -> None:
@@ -417,7 +442,9 @@ def test_image_windows_use_one_private_row_that_is_never_published() -> None:
     assert restores == [(8, private), (13, private)]
     assert published(events) == [(18, CheckpointRole.ANCHOR)]
     assert state.retention.counts.windows == 2
-    assert sorted(uses(state)) == [FREE, PUBLISHED], "the private row is free after the last window"
+    state, _ = windowed()
+    state, _, _ = run(state, lambda s: s.counters.rebound == 2)
+    assert sorted(uses(state)) == [FREE, ARMED], "the private row is free once the last window has begun"
 
 
 def test_rows_follow_a_request_to_its_fresh_generation() -> None:
