@@ -130,7 +130,8 @@ class BaselineScheduler(Scheduler):
     def _served_next(self, slots: np.ndarray, count: int) -> list[int]:
         if len(slots) <= count:
             return slots.tolist()
-        order = np.lexsort((self._order[slots], self.state.requests.last_use_ns[slots]))
+        requests = self.state.requests
+        order = np.lexsort((self._order[slots], requests.output_len[slots], requests.last_use_ns[slots]))
         return sorted(slots[order[:count]].tolist())
 
     def _lane(self, slot: int, role: LaneRole, length: int) -> Lane:

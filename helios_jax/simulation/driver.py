@@ -126,7 +126,7 @@ class Simulation:
         self.checkpoints: list[CheckpointPublished] = []
         self._arrivals, self._check, self._keep, self._refuse = arrivals, check, keep, refuse
         self._max_queue, self._admission, self._copies, self._observe = max_queue, admission, copies, observe
-        self._future = sorted(range(len(arrivals)), key=lambda i: arrivals[i].at_ns, reverse=True)
+        self._future = sorted(range(len(arrivals)), key=lambda i: (arrivals[i].at_ns, i), reverse=True)
         self._cancels = [(a.cancel_ns, i) for i, a in enumerate(arrivals) if a.cancel_ns is not None]
         heapq.heapify(self._cancels)
         self._external: list[tuple[int, int]] = []  # (arrival of the state, number) of admitted requests
