@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
+from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSource
 
 MAX_LOGIT_BIAS = 300  # entries a request, OpenAI's limit
 TOP_LOGPROBS = 20  # alternatives reported a position, OpenAI's limit
@@ -105,6 +105,13 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
       chunk ends the prompt and a token is to be sampled, `want_logprobs` [1].
       scored_prefill adds `target` [T]: the next prompt token of each packed token, -1 none.
     decode: `slot`, `page_table`, `want_logprobs`; pending token and position are on the device.
+    speculative: as decode, and `limit` [B], most target rows of the lane, its pending token's included, so
+      also the most tokens that it emits: at most min(D + 1, W, output left, context left, 1 + proposals of
+      a copy). Under `query_length` it is exact and the limits sum to at most P; under `prefix_limit` the
+      device chooses below it. 0 = inactive row. With proposals (D > 0) `calibration` [2] float: scale and shift
+      of the source's logistic map, (1, 0) = identity. Copies (source `copy`, D > 0) add `proposal` [B, D], the
+      supplied prefix that continues the pending token, -1 behind its end, and `confidence` [B, D] float,
+      the host's estimate that each proposal is accepted if those before it are, before calibration.
     """
     b, t = shape.batch_capacity, shape.token_capacity
     table: dict[str, tuple[int, ...]] = {"page_table": (b, dims.pages_per_slot)}
@@ -136,6 +143,13 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
             return _layout(ints, {})
         case ProgramKind.DECODE:
             return _layout({"slot": (b,), "want_logprobs": (1,)} | table, {})
+        case ProgramKind.SPECULATIVE:
+            drafts = (b, shape.proposal_depth)
+            lanes: dict[str, tuple[int, ...]] = {"slot": (b,), "limit": (b,), "want_logprobs": (1,)}
+            calibration: dict[str, tuple[int, ...]] = {"calibration": (2,)} if shape.proposal_depth else {}
+            if not shape.proposal_depth or shape.proposal_source is not ProposalSource.COPY:
+                return _layout(lanes | table, calibration)
+            return _layout(lanes | table | {"proposal": drafts}, calibration | {"confidence": drafts})
         case _:
             raise ValueError(f"program kind {shape.kind} has no control layout")
 
@@ -149,8 +163,12 @@ def completion_layout(shape: ProgramShape, dims: Dims) -> Layout:
     (0 unless `want_logprobs`). Log-probabilities are those of the raw logits, before
     penalties and temperature, as in vLLM's default. Scored prefill adds `target_logprob`,
     `target_rank` [T] and `target_top_ids` / `target_top_logprobs` [T, TOP_LOGPROBS].
+
+    Speculative: see `_round_completion`.
     """
     b, t, n = shape.batch_capacity, shape.token_capacity, TOP_LOGPROBS
+    if shape.kind is ProgramKind.SPECULATIVE:
+        return _round_completion(shape, dims)
     if shape.kind is ProgramKind.INITIALIZE:
         return _layout({"slot": (b,)}, {})
     ints: dict[str, tuple[int, ...]] = {
@@ -166,3 +184,33 @@ def completion_layout(shape: ProgramShape, dims: Dims) -> Layout:
         ints |= {"target_rank": (t,), "target_top_ids": (t, n)}
         floats |= {"target_logprob": (t,), "target_top_logprobs": (t, n)}
     return _layout(ints, floats)
+
+
+def _round_completion(shape: ProgramShape, dims: Dims) -> Layout:
+    """Completion fields of a speculative round.
+
+    `tokens` [B, W]: emitted tokens in order, -1 behind the last; `num_tokens` [B] how many (0 only if
+    `status` is not 0, or the lane is inactive); `offered` [B] proposals that the target judged, `accepted`
+    [B] how many stand: num_tokens = accepted + 1. The last token is pending, the others are in the cache:
+    `committed_len` grew by num_tokens. Stop tokens do not end a block: the host drops what follows one.
+    `rank` [B, W], `top_ids` [B, W, TOP_LOGPROBS], `logprob`, `top_logprobs`: as decode's, for each
+    emitted token; 0 behind the last.
+
+    Sidecars, float32, indexed by request slot, zero in the rows of slots without a lane and behind what
+    was proposed or judged: `confidence` [2, slots, D], plane 0 the calibrated confidence of each proposal,
+    plane 1 the joint probability of the prefix that it ends, the running product of plane 0. A lane has
+    min(D, positions behind its pending token that its pages hold) proposals, copies no more than were
+    supplied. `survival` [slots, D]: running products of min(1, p / q) of the first `offered` proposals,
+    p the target's and q the source's probability as drawn (1 for copies); 1 or 0 where the lane is greedy.
+    """
+    b, w, d, n = shape.batch_capacity, shape.token_capacity, shape.proposal_depth, TOP_LOGPROBS
+    each = ("slot", "num_tokens", "offered", "accepted", "committed_len", "status")
+    return _layout(
+        dict.fromkeys(each, (b,)) | {"tokens": (b, w), "rank": (b, w), "top_ids": (b, w, n)},
+        {
+            "logprob": (b, w),
+            "top_logprobs": (b, w, n),
+            "confidence": (2, dims.slots, d),
+            "survival": (dims.slots, d),
+        },
+    )

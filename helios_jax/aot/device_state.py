@@ -33,6 +33,8 @@ class DeviceState:
     Attributes:
         kv: A layer: (k_pages, v_pages), each [num_pages, page_size, K, H] in the storage dtype.
         pending_token: [S+1] int32, sampled but not yet in the cache.
+        previous_token: [S+1] int32, the token at position committed_len - 1; what a draft model's
+            cache may still lack after a round whose proposals were all accepted.
         committed_len: [S+1] int32, tokens whose keys and values are in the cache.
         prompt_len: [S+1] int32, positions before it are prompt, later ones count as output.
         seed: [S+1, 2] uint32, the words of the request's random key.
@@ -42,10 +44,14 @@ class DeviceState:
         bias_ids, bias_values: [S+1, MAX_LOGIT_BIAS]; id -1 = unused.
         prompt_seen: [S+1, V] bool, the token occurs in the prompt.
         output_counts: [S+1, V] int32, occurrences in the output, the pending token included.
+        draft_kv: As `kv`, of the layers of a draft model, over the same page tables; empty in a
+            core without one. Before every program it holds positions 0 .. committed_len - 2 of each
+            slot, and what it holds beyond is not read.
     """
 
     kv: tuple[LayerPages, ...]
     pending_token: jax.Array
+    previous_token: jax.Array
     committed_len: jax.Array
     prompt_len: jax.Array
     seed: jax.Array
@@ -60,6 +66,7 @@ class DeviceState:
     bias_values: jax.Array
     prompt_seen: jax.Array
     output_counts: jax.Array
+    draft_kv: tuple[LayerPages, ...] = ()
 
 
 def storage_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -68,24 +75,27 @@ def storage_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.uint16) if wide.itemsize == 2 else wide
 
 
-def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike) -> DeviceState:
+def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft: Model | None = None) -> DeviceState:
     """The state as ShapeDtypeStructs; allocates nothing.
 
     Args:
         dtype: Dtype of cached keys and values.
+        draft: The draft model of a core that has one.
     """
 
-    def pages(num_kv_heads: int, head_dim: int) -> Any:
-        shape = (dims.num_pages, dims.page_size, num_kv_heads, head_dim)
-        return jax.ShapeDtypeStruct(shape, storage_dtype(dtype))
+    def pools(of: Model | None) -> Any:
+        extents = [(spec.num_kv_heads, spec.head_dim) for spec in of.attention_layers] if of is not None else []
+        shapes = [(dims.num_pages, dims.page_size, heads, dim) for heads, dim in extents]
+        return tuple((jax.ShapeDtypeStruct(shape, storage_dtype(dtype)),) * 2 for shape in shapes)
 
     def row(kind: jax.typing.DTypeLike, *extent: int) -> Any:
         return jax.ShapeDtypeStruct((dims.slots + 1, *extent), jnp.dtype(kind))
 
-    layers = [pages(spec.num_kv_heads, spec.head_dim) for spec in model.attention_layers]
     return DeviceState(
-        kv=tuple((layer, layer) for layer in layers),
+        kv=pools(model),
+        draft_kv=pools(draft),
         pending_token=row(jnp.int32),
+        previous_token=row(jnp.int32),
         committed_len=row(jnp.int32),
         prompt_len=row(jnp.int32),
         seed=row(jnp.uint32, 2),
@@ -103,9 +113,9 @@ def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike) -> Dev
     )
 
 
-def new_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike) -> DeviceState:
+def new_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft: Model | None = None) -> DeviceState:
     """A state of empty pages and slots; traceable, so that one program can fill the device."""
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(model, dims, dtype))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(model, dims, dtype, draft))
     return dataclasses.replace(
         zeros, bias_ids=zeros.bias_ids - 1, top_p=zeros.top_p + 1, repetition_penalty=zeros.repetition_penalty + 1
     )

@@ -41,7 +41,7 @@ def build_initialize(shape: ProgramShape, dims: Dims) -> Program:
         row = jnp.where((slot >= 0) & (slot < dims.slots), slot, dims.slots)
         changed = {name: getattr(state, name).at[row].set(fields[name]) for name in SETTINGS}
         changed["seed"] = state.seed.at[row].set(jax.lax.bitcast_convert_type(fields["seed"], jnp.uint32))
-        for name in ("pending_token", "committed_len", "prompt_seen", "output_counts"):
+        for name in ("pending_token", "previous_token", "committed_len", "prompt_seen", "output_counts"):
             column = getattr(state, name)
             changed[name] = column.at[row].set(jnp.zeros((), column.dtype))
         return dataclasses.replace(state, **changed), assemble(completion, {"slot": slot})

@@ -1,7 +1,7 @@
 """The prefill and scored-prefill programs: packed prompt chunks of several requests.
 
 1. The tokens of all rows go through the model at positions start, start + 1, ...; their
-   keys and values go into the rows' pages.
+   keys and values go into the rows' pages. A draft model, if the core has one, does the same.
 2. Prompt tokens are marked as seen, tokens at positions from `prompt_len` on (a resumed
    request runs its earlier output again) are counted as output.
 3. `committed_len` becomes start + query_len. Where `sample` is set the first token is
@@ -24,6 +24,7 @@ from jax import lax
 from helios_jax.aot.abi import Dims, completion_layout, control_layout
 from helios_jax.aot.device_state import DeviceState
 from helios_jax.aot.programs.attention import prefill_attend
+from helios_jax.aot.programs.draft import check_draft, split
 from helios_jax.aot.programs.logprobs import Logprobs, describe_if, nothing, score
 from helios_jax.aot.programs.packing import Packed, address_tokens, assemble, pack
 from helios_jax.aot.programs.sampling import STATUS_OK, Rows, Sampled, record, sample
@@ -33,13 +34,17 @@ from helios_jax.models.interface import Model
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
 
 
-def build_prefill(shape: ProgramShape, model: Model, dims: Dims) -> Program:
-    """The prefill, or scored prefill, of `batch_capacity` rows and `token_capacity` packed tokens."""
+def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Model | None = None) -> Program:
+    """The prefill, or scored prefill, of `batch_capacity` rows and `token_capacity` packed tokens.
+
+    See `build_program` for `draft`.
+    """
+    check_draft(model, draft)
     control, completion = control_layout(shape, dims), completion_layout(shape, dims)
     tiling = prefill_tiling(dims, shape.batch_capacity, shape.token_capacity)
 
     def prefill(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array) -> Result:
-        fields = control.split(ints, floats)
+        fields, weights = control.split(ints, floats), split(params, draft)
         tables, start = fields["page_table"], fields["start"]
         slot = fields["slot"]
         active = (slot >= 0) & (slot < dims.slots) & (fields["query_len"] > 0)
@@ -50,19 +55,27 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims) -> Program:
         valid = packed.valid & active[packed.row]
         address = address_tokens(tables, packed.row, packed.position, valid, dims.page_size, dims.num_pages)
         attend = prefill_attend(tables, packed, query_len, start, address, tiling)
-        hidden, kv = model.forward(params, tokens, packed.position, state.kv, attend)
+        hidden, kv = model.forward(weights.target, tokens, packed.position, state.kv, attend)
+        draft_kv = state.draft_kv
+        if draft is not None:
+            _, draft_kv = draft.forward(weights.draft, tokens, packed.position, draft_kv, attend)
 
-        state = dataclasses.replace(state, kv=kv)
+        state = dataclasses.replace(state, kv=kv, draft_kv=draft_kv)
         state = _count_prompt(state, row[packed.row], packed, valid, tokens)
         end = jnp.where(active, start + query_len, 0)
         rows = Rows(row, active & (fields["sample"] > 0), end)
-        last = hidden[jnp.clip(packed.offset + query_len - 1, 0, shape.token_capacity - 1)]
-        sampled, details = _first_token(model, params, last, rows, state, fields["want_logprobs"][0])
-        state = dataclasses.replace(state, committed_len=state.committed_len.at[row].set(end))
+        ending = jnp.clip(packed.offset + query_len - 1, 0, shape.token_capacity - 1)
+        last = hidden[ending]
+        sampled, details = _first_token(model, weights.target, last, rows, state, fields["want_logprobs"][0])
+        state = dataclasses.replace(
+            state,
+            committed_len=state.committed_len.at[row].set(end),
+            previous_token=state.previous_token.at[row].set(tokens[ending]),
+        )
         state = record(state, rows, sampled.token)
         values = {"slot": slot, "committed_len": end} | sampled._asdict() | details._asdict()
         if shape.kind is ProgramKind.SCORED_PREFILL:
-            scores = score(hidden, fields["target"], packed.total, lambda part: model.logits(params, part))
+            scores = score(hidden, fields["target"], packed.total, lambda part: model.logits(weights.target, part))
             values |= {f"target_{name}": value for name, value in scores.logprobs._asdict().items()}
             failed = jnp.where(valid, scores.status, STATUS_OK)
             values["status"] = values["status"].at[packed.row].max(failed)

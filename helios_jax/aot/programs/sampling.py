@@ -27,7 +27,9 @@ from jax import lax
 from helios_jax.aot.device_state import DeviceState
 from helios_jax.aot.programs.filters import keep_min_p, keep_top_k, keep_top_p
 
-PURPOSE_SAMPLE = 0  # other purposes (draft, acceptance) fold in other numbers
+PURPOSE_SAMPLE = 0  # the target's own draws: plain tokens, replacements and bonus tokens
+PURPOSE_DRAFT = 1  # proposals of a draft model
+PURPOSE_ACCEPT = 2  # the decision about a proposal
 LEAST_DIVISOR = 1e-30  # a denormal penalty would be flushed to 0, and 0 / 0 is NaN
 STATUS_OK = 0
 STATUS_NOT_FINITE = 1
@@ -40,11 +42,14 @@ class Rows(NamedTuple):
         slot: [R] row of the slot table, scratch where inactive.
         active: [R] whether a token is wanted.
         position: [R] position that the sampled token will have.
+        drafts: None, or [R, E] tokens before that position that the slot's `output_counts` do not
+            hold yet, because they are proposals; they count as output. -1 = unused.
     """
 
     slot: jax.Array
     active: jax.Array
     position: jax.Array
+    drafts: jax.Array | None = None
 
 
 class Sampled(NamedTuple):
@@ -63,17 +68,49 @@ def sample(logits: jax.Array, rows: Rows, state: DeviceState) -> Sampled:
     Cost: O(R V); filters add about 50 passes over the logits, only if a row uses them.
     """
     finite = jnp.isfinite(logits).all(axis=1)
-    shaped = _with_bias(_with_penalties(logits, rows, state), rows, state)
+    shaped = shape_logits(logits, rows, state)
     greedy = jnp.argmax(shaped, axis=1).astype(jnp.int32)
-    temperature = state.temperature[rows.slot]
-    random = rows.active & (temperature > 0)
+    random = is_random(rows, state)
 
-    def draw() -> jax.Array:
-        return jnp.where(random, _draw(shaped, jnp.where(random, temperature, 1.0), rows, state), greedy)
+    def sampled() -> jax.Array:
+        return jnp.where(random, draw(log_weights(shaped, rows, state), rows, state, PURPOSE_SAMPLE), greedy)
 
-    token = lax.cond(random.any(), draw, lambda: greedy)
+    token = lax.cond(random.any(), sampled, lambda: greedy)
     token = jnp.where(rows.active & finite, token, -1)
     return Sampled(token, jnp.where(rows.active & ~finite, STATUS_NOT_FINITE, STATUS_OK))
+
+
+def is_random(rows: Rows, state: DeviceState) -> jax.Array:
+    """[R] whether the row's token is drawn; greedy and inactive rows are not."""
+    return rows.active & (state.temperature[rows.slot] > 0)
+
+
+def shape_logits(logits: jax.Array, rows: Rows, state: DeviceState) -> jax.Array:
+    """[R, V] logits after penalties and bias: what greedy rows choose the largest of."""
+    return _with_bias(_with_penalties(logits, rows, state), rows, state)
+
+
+def log_weights(shaped: jax.Array, rows: Rows, state: DeviceState) -> jax.Array:
+    """[R, V] unnormalised log-probabilities of the rows' draws, the row's largest 0.
+
+    Tokens that min-p, top-k or top-p exclude have -inf. Rows that are not random mean nothing.
+    """
+    random = is_random(rows, state)
+    temperature = jnp.where(random, state.temperature[rows.slot], 1.0)
+    # relative to the maximum first: dividing by a small temperature cannot overflow
+    scaled = (shaped - shaped.max(axis=1, keepdims=True)) / temperature[:, None]
+    top_k, top_p = state.top_k[rows.slot], state.top_p[rows.slot]
+    kept = keep_min_p(scaled, state.min_p[rows.slot])
+    in_use = random & (top_k > 0) & (top_k < shaped.shape[1])
+    kept = _optional(kept, in_use, lambda kept: keep_top_k(scaled, kept, top_k))
+    kept = _optional(kept, random & (top_p < 1), lambda kept: keep_top_p(scaled, kept, top_p))
+    return jnp.where(kept, scaled, -jnp.inf)
+
+
+def draw(weights: jax.Array, rows: Rows, state: DeviceState, purpose: int) -> jax.Array:
+    """One token a row from softmax(weights [R, V]), with the noise of the row's position and `purpose`."""
+    noise = gumbel(state.seed[rows.slot], rows.position, purpose, weights.shape[1])
+    return jnp.argmax(weights + noise, axis=1).astype(jnp.int32)
 
 
 def record(state: DeviceState, rows: Rows, token: jax.Array) -> DeviceState:
@@ -100,6 +137,9 @@ def _with_penalties(logits: jax.Array, rows: Rows, state: DeviceState) -> jax.Ar
 
     def penalized() -> jax.Array:
         counts = state.output_counts[rows.slot]
+        if rows.drafts is not None:
+            drafts = jnp.where(rows.drafts >= 0, rows.drafts, logits.shape[1])  # past the end: dropped
+            counts = counts.at[jnp.arange(drafts.shape[0])[:, None], drafts].add(1, mode="drop")
         seen = state.prompt_seen[rows.slot] | (counts > 0)
         factor = jnp.maximum(repetition, LEAST_DIVISOR)[:, None]
         out = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
@@ -125,26 +165,16 @@ def _optional(kept: jax.Array, used: jax.Array, keep: Callable[[jax.Array], jax.
     return lax.cond(used.any(), keep, lambda same: same, kept)
 
 
-def _draw(logits: jax.Array, temperature: jax.Array, rows: Rows, state: DeviceState) -> jax.Array:
-    """One draw a row from softmax(logits / temperature) limited by the row's filters."""
-    # relative to the maximum first: dividing by a small temperature cannot overflow
-    scaled = (logits - logits.max(axis=1, keepdims=True)) / temperature[:, None]
-    top_k, top_p = state.top_k[rows.slot], state.top_p[rows.slot]
-    random = rows.active & (state.temperature[rows.slot] > 0)
-    kept = keep_min_p(scaled, state.min_p[rows.slot])
-    in_use = random & (top_k > 0) & (top_k < logits.shape[1])
-    kept = _optional(kept, in_use, lambda kept: keep_top_k(scaled, kept, top_k))
-    kept = _optional(kept, random & (top_p < 1), lambda kept: keep_top_p(scaled, kept, top_p))
-    noise = gumbel(state.seed[rows.slot], rows.position, PURPOSE_SAMPLE, logits.shape[1])
-    return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=1).astype(jnp.int32)
-
-
 def gumbel(seed: jax.Array, position: jax.Array, purpose: int, size: int) -> jax.Array:
     """Standard Gumbel noise [R, size] of each row's seed words [R, 2] at its `position` [R]."""
+    return jax.vmap(lambda words, at: jax.random.gumbel(_key(words, at, purpose), (size,), jnp.float32))(seed, position)
 
-    def one(words: jax.Array, at: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        key = jax.random.fold_in(jax.random.fold_in(key, at), purpose)
-        return jax.random.gumbel(key, (size,), jnp.float32)
 
-    return jax.vmap(one)(seed, position)
+def uniform(seed: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
+    """[R] float32 in [0, 1), one a row, as `gumbel`."""
+    return jax.vmap(lambda words, at: jax.random.uniform(_key(words, at, purpose), (), jnp.float32))(seed, position)
+
+
+def _key(words: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, position), purpose)
