@@ -4,6 +4,7 @@ No jax, clock, random number, input or output, or log inside. `Scheduler` holds 
 the engine; the functions are for tests, simulation and replay.
 """
 
+from helios_jax.scheduler.captures import demand_checkpoint, identify_checkpoint
 from helios_jax.scheduler.catalog import MAX_SLOTS, Catalog, ProgramKind, ProgramShape, serving_catalog
 from helios_jax.scheduler.completion import (
     complete,
@@ -30,6 +31,8 @@ from helios_jax.scheduler.policy import POLICY_PRESETS, PolicyConfig, plan_next,
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state import State, configure_policy, new_state, state_digest
 from helios_jax.scheduler.types import (
+    CheckpointPublished,
+    CheckpointRole,
     CompletionRecord,
     Constraint,
     Event,
@@ -53,6 +56,8 @@ __all__ = [
     "MAX_SLOTS",
     "POLICY_PRESETS",
     "Catalog",
+    "CheckpointPublished",
+    "CheckpointRole",
     "CompletionRecord",
     "Constraint",
     "Event",
@@ -86,8 +91,10 @@ __all__ = [
     "complete_packed_round_with_survival",
     "complete_with_survival",
     "configure_policy",
+    "demand_checkpoint",
     "external_ready",
     "finish",
+    "identify_checkpoint",
     "new_state",
     "offer_copy",
     "plan_next",

@@ -5,12 +5,12 @@ The engine uses this class; tests and the simulator use the functions. Nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler import completion, lifecycle, policy
+from helios_jax.scheduler import captures, completion, lifecycle, policy
 from helios_jax.scheduler.catalog import Catalog
 from helios_jax.scheduler.counters import snapshot_counters
 from helios_jax.scheduler.preferences import PolicyConfig
@@ -112,6 +112,12 @@ class Scheduler:
 
     def offer_copy(self, handle: RequestHandle, proposals: int) -> None:
         self._state = lifecycle.offer_copy(self._state, handle, proposals)
+
+    def identify_checkpoint(self, checkpoint: int, key: Hashable) -> None:
+        self._state = captures.identify_checkpoint(self._state, checkpoint, key)
+
+    def demand_checkpoint(self, checkpoint: int) -> None:
+        self._state = captures.demand_checkpoint(self._state, checkpoint)
 
     def page_table(self, handle: RequestHandle) -> np.ndarray:
         """int32 [used pages] of a request that owns its slot, in position order, read-only.
