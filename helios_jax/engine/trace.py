@@ -21,8 +21,10 @@ class TraceWriter:
     (a full disk) is logged and ends the trace, not the engine.
 
     Fields: fence, kind, shape, lanes (number), slots, tokens (that went in), emits (lanes that
-    sample), requests (ids by lane), estimated_ns, device_ns (one a rank), wall_ns, queued,
-    value_rate, log_scale, reason, host_ns (engine thread outside the device call), now_ns.
+    sample), requests (ids by lane), estimated_ns, observation_age_ns (of the estimate, null
+    without one), device_ns (one a rank), wall_ns, queued, value_rate, log_scale, reason,
+    exploration_credit_ns (that paid for a probe, else 0), host_ns (engine thread outside the
+    device call), now_ns.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -48,12 +50,14 @@ class TraceWriter:
             "emits": sum(lane.emits for lane in plan.lanes),
             "requests": requests,
             "estimated_ns": int(plan.estimated_duration_ns),
+            "observation_age_ns": plan.observation_age_ns,
             "device_ns": [int(ns) for ns in timing.device_ns],
             "wall_ns": int(timing.wall_ns),
             "queued": timing.queued,
             "value_rate": float(plan.selection_value_rate()),
             "log_scale": float(plan.selection_log_scale()),
             "reason": str(plan.reason),
+            "exploration_credit_ns": plan.exploration_credit_ns,
             "host_ns": int(host_ns),
             "now_ns": int(now_ns),
         }

@@ -187,6 +187,9 @@ def test_trace_has_a_line_for_every_frame(tmp_path: Path) -> None:
     assert lines[1]["tokens"] == 3
     assert lines[1]["requests"] == ["r1"]
     assert all(line["device_ns"][0] > 0 and line["host_ns"] > 0 for line in lines)
+    for line in lines:
+        assert (line["observation_age_ns"] is None) == (line["reason"] == "discovery") == (line["estimated_ns"] == 0)
+        assert line["exploration_credit_ns"] == 0  # nothing of so short a run is a probe
 
 
 def test_drain_refuses_new_work_and_lets_the_rest_end() -> None:
