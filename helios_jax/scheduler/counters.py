@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from helios_jax.scheduler.programs import KINDS
+from helios_jax.scheduler.refresh import PROBES
 from helios_jax.scheduler.retention import ROLES, SKIPS
 from helios_jax.scheduler.state import FINISHES, REASONS, Phase, State
 from helios_jax.scheduler.state_rows import RowUse
@@ -19,6 +20,7 @@ def _labelled(labels: Iterable[str], totals: Iterable[int]) -> dict[str, int]:
 def snapshot_counters(state: State) -> dict[str, int | dict[str, int]]:
     """Everything countable, plain integers; a mapping where a label (reason, kind) tells apart.
 
+    `exploration_credit_nanoseconds` are balances, negative in debt, toward zero to whole ns.
     `..._by_kind` hold the kinds of the catalogue only. `pages_used` counts pages in tables,
     `pages_reserved` the worst case promised to the requests that own a slot. `snapshots` counts
     published captures by checkpoint role, `snapshots_skipped` those not taken, by reason.
@@ -33,6 +35,7 @@ def snapshot_counters(state: State) -> dict[str, int | dict[str, int]]:
     return {
         "flare_scheduler_executions_total": _labelled(REASONS, counters.executions),
         "flare_scheduler_execution_nanoseconds_total": _labelled(REASONS, counters.execution_ns),
+        "exploration_credit_nanoseconds": {str(r): int(state.ledgers.of(r).balance_ns) for r in PROBES},
         "programs_by_kind": by_kind(counters.programs),
         "used_tokens_by_kind": by_kind(counters.used_tokens),
         "padded_tokens_by_kind": by_kind(counters.padded_tokens),

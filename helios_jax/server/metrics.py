@@ -28,7 +28,8 @@ SCHEDULER_PREFIX = "flare_scheduler_"
 # What can go down, or is a size, although some end in _total; all else that the scheduler counts only grows.
 SCHEDULER_GAUGES = frozenset(
     ("frames_in_flight", "slots_total", "slots_used", "pages_total", "pages_free", "pages_used", "pages_reserved",
-     "programs_measured", "programs_total", "checkpoints_published", "state_rows_total", "state_rows_free")
+     "programs_measured", "programs_total", "checkpoints_published", "state_rows_total", "state_rows_free",
+     "exploration_credit_nanoseconds")
 )  # fmt: skip
 BY_KIND = "_by_kind"
 NS_PER_S = 1e9

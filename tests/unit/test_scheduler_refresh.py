@@ -122,6 +122,8 @@ def test_full_credit_lets_one_stale_alternative_displace_the_winner() -> None:
     counted = snapshot_counters(state)["flare_scheduler_execution_nanoseconds_total"]
     assert isinstance(counted, dict)
     assert counted["timing_refresh"] == 9 * MS
+    balances = snapshot_counters(state)["exploration_credit_nanoseconds"]
+    assert balances == {"timing_refresh": -4 * MS, "acceptance_learning": 5 * MS}
     assert planned(state).reason is ORDINARY
 
 
