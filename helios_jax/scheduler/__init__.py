@@ -28,6 +28,7 @@ from helios_jax.scheduler.lifecycle import (
     published_outputs,
 )
 from helios_jax.scheduler.policy import POLICY_PRESETS, PolicyConfig, plan_next, policy_preset
+from helios_jax.scheduler.retirement import awaits_capture
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state import State, configure_policy, new_state, state_digest
 from helios_jax.scheduler.types import (
@@ -82,6 +83,7 @@ __all__ = [
     "State",
     "admit",
     "advance_to",
+    "awaits_capture",
     "can_admit",
     "cancel",
     "check_invariants",

@@ -38,6 +38,12 @@ def end_request(
         requests.phase[slot] = RETIRING
 
 
+def awaits_capture(state: State, handle: RequestHandle) -> bool:
+    """Whether an ended request waits for its terminal snapshot, whose end completes its response."""
+    slot, generation = handle
+    return bool(state.requests.generation[slot] == generation and state.requests.phase[slot] == TERMINAL)
+
+
 def release(state: State) -> State:
     """Free every retiring slot whose last submitted fence is complete."""
     retiring = np.flatnonzero(state.requests.phase == RETIRING)

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler import captures, completion, lifecycle, policy
+from helios_jax.scheduler import captures, completion, lifecycle, policy, retirement
 from helios_jax.scheduler.catalog import Catalog
 from helios_jax.scheduler.counters import snapshot_counters
 from helios_jax.scheduler.preferences import PolicyConfig
@@ -112,6 +112,10 @@ class Scheduler:
 
     def offer_copy(self, handle: RequestHandle, proposals: int) -> None:
         self._state = lifecycle.offer_copy(self._state, handle, proposals)
+
+    def awaits_capture(self, handle: RequestHandle) -> bool:
+        """Whether the completion of an ended request's response waits for its terminal snapshot."""
+        return retirement.awaits_capture(self._state, handle)
 
     def identify_checkpoint(self, checkpoint: int, key: Hashable) -> None:
         self._state = captures.identify_checkpoint(self._state, checkpoint, key)

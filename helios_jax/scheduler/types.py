@@ -204,7 +204,11 @@ class GeneratedToken(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RequestFinished:
-    """A request ended; its slot and pages return once its last fence is complete."""
+    """A request ended; its slot and pages return once its last fence is complete.
+
+    While `awaits_capture` holds for it, the host keeps back the visible completion of its
+    response: a continuation sent on seeing it shall find the terminal checkpoint.
+    """
 
     handle: RequestHandle
     reason: FinishReason

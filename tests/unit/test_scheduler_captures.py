@@ -18,6 +18,7 @@ from helios_jax.scheduler import (
     ScheduledPlan,
     State,
     advance_to,
+    awaits_capture,
     cancel,
     complete,
     finish,
@@ -249,6 +250,18 @@ def test_a_terminal_capture_is_earned(fraction: float, expected: int) -> None:
     assert phase_of(state, handle) is Phase.FREE
 
 
+def test_publication_precedes_the_visible_completion() -> None:
+    """From the last token on the completion is kept back, until the checkpoint is published."""
+    state, handle = decoding()
+    state, events, _ = run(state, lambda s: awaits_capture(s, handle))
+    assert RequestFinished(handle, FinishReason.LENGTH) in events
+    assert published(events) == []
+    state, events, _ = run(state, lambda s: not awaits_capture(s, handle))
+    assert published(events) == [(18, CheckpointRole.TERMINAL)]
+    continuation, _ = asked(state, 20, 2, restore_from=2, restored_len=18)
+    assert continuation.retention.checkpoints.pins.tolist()[-1] == 1
+
+
 def test_a_stale_cost_is_still_a_measured_one() -> None:
     """Elapsed time alone never makes a measured program unknown: credit is compared with the last estimate."""
     state, handle = decoding()
@@ -340,5 +353,7 @@ def test_a_failed_terminal_copy_still_retires() -> None:
     state, handle = decoding(fraction=1.0)
     state, _, _ = run(state, lambda s: phase_of(s, handle) is Phase.TERMINAL)
     state, plan, fence = submit(state)
+    assert awaits_capture(state, handle)
     state, events = finish_frame(state, plan, fence, spoil=failing)
+    assert not awaits_capture(state, handle)
     assert (events, phase_of(state, handle), skipped(state)) == ((), Phase.FREE, {"terminal_failed": 1})
