@@ -73,7 +73,10 @@ def cover_ns(costs: CutCosts, longest: int) -> np.ndarray:
     top = -(-longest // unit) + int(costs.tokens.max()) // unit  # an optimal cover overshoots by less than one program
     exact = np.full(top + 1, np.inf)
     exact[0] = 0.0
-    for capacity, duration in zip((costs.tokens // unit).tolist(), costs.prefill_ns.tolist(), strict=True):
+    capacities, place = np.unique(costs.tokens // unit, return_inverse=True)
+    cheapest = np.full(len(capacities), np.inf)  # of the programs of a capacity, whatever their request rows
+    np.minimum.at(cheapest, place, costs.prefill_ns)
+    for capacity, duration in zip(capacities.tolist(), cheapest.tolist(), strict=True):
         padded = np.concatenate([exact, np.full(-len(exact) % capacity, np.inf)]).reshape(-1, capacity)
         paid = np.arange(len(padded), dtype=np.float64)[:, None] * duration
         exact = (np.minimum.accumulate(padded - paid, axis=0) + paid).reshape(-1)[: top + 1]
