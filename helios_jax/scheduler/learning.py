@@ -3,7 +3,7 @@
 An estimate of a deep prefix that is never offered is never corrected. The life of a probe:
 
 1. The ordinary winner is determinate and the learning ledger is full (`policy`, `refresh`).
-2. All rounds and mixed programs are priced once more with the bounded optimistic survival.
+2. The rounds and mixed programs that may qualify are priced once more, with optimistic survival.
 3. Eligible are those that offer some request at least one depth beyond the ordinary choice, beat
    the ordinary score that way, and leave the request output in which the new depth can be used.
 4. The largest optimistic improvement per physical execution time wins; equal ones prefer the
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from helios_jax.scheduler.candidates import Candidates, Decision, scores
+from helios_jax.scheduler.candidates import Candidates, Decision, decode_values, scores
 from helios_jax.scheduler.lanes import class_sources, lane_tokens, prefix_survival
 from helios_jax.scheduler.mixed import mixed_candidates
 from helios_jax.scheduler.rounds import round_candidates
@@ -35,13 +35,40 @@ class Probe(NamedTuple):
     row: int
 
 
-def hopeful_candidates(decision: Decision) -> list[Candidates]:
-    """Every round and mixed program with its best cohort under optimistic survival."""
-    state = decision.state
+def hopeful_candidates(decision: Decision, rate: float, ordinary: np.ndarray) -> Candidates | None:
+    """Rounds and mixed programs that may be probes, with their best cohorts under optimistic survival.
+
+    A round is left out when it offers nobody a deeper prefix, or when its most valuable complete
+    prefixes, more than P or not, would not beat the ordinary score.
+
+    Args:
+        rate: Score of the ordinary choice.
+        ordinary: int64 [slots] depth that the ordinary choice offers each decoder.
+    """
+    state, programs = decision.state, decision.state.programs
     prefixes = prefix_survival(state, state.policy.adaptive_verification_alpha, hopeful=True)
     hopeful = decision._replace(prefixes=prefixes, tokens=lane_tokens(state, decision.rows, prefixes))
-    mixed = mixed_candidates(hopeful)
-    return round_candidates(hopeful) + ([mixed] if mixed is not None else [])
+    slots = decision.slots(state.requests.phase == DECODE)
+    deeper = (decision.rows[:, slots] > 1 + ordinary[slots]).any(axis=1)[programs.lane_class]
+    wanted = deeper & (decision.duration_ms > 0) & (programs.depth > 0)
+    rounds = np.flatnonzero(wanted & (programs.prompt == 0))
+    wanted[rounds] = _best_rate(hopeful, rounds, slots) > rate
+    if not wanted.any():
+        return None
+    mixed = mixed_candidates(hopeful, wanted)
+    blocks = round_candidates(hopeful, wanted) + ([mixed] if mixed is not None else [])
+    return Candidates(*[np.concatenate(column) for column in zip(*blocks, strict=True)]) if blocks else None
+
+
+def _best_rate(hopeful: Decision, rounds: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """An upper bound of each round's score, float64 [C]."""
+    duration, classes = hopeful.duration_ms[rounds], hopeful.state.programs.lane_class[rounds]
+    worth = decode_values(hopeful, slots, duration)
+    worth += hopeful.values.output_token[slots] * (hopeful.tokens[classes][:, slots] - 1.0)
+    worth = -np.sort(-np.where(hopeful.rows[classes][:, slots] > 0, worth, 0.0), axis=1)
+    served = np.arange(len(slots)) < hopeful.state.programs.batch[rounds, None]
+    best: np.ndarray = (worth * served).sum(axis=1) / duration - 0.5 * duration * hopeful.values.waiting
+    return best
 
 
 def acceptance_probe(decision: Decision, ordinary: Candidates, winner: int, rate: float) -> Probe | None:
@@ -55,12 +82,12 @@ def acceptance_probe(decision: Decision, ordinary: Candidates, winner: int, rate
     state = decision.state
     if state.policy.speculation != "adaptive" or not state.acceptance.depth:
         return None
-    blocks = hopeful_candidates(decision)
-    if not blocks:
+    depth = offered_depth(decision, ordinary)[winner]
+    hopeful = hopeful_candidates(decision, rate, depth)
+    if hopeful is None:
         return None
-    hopeful = Candidates(*[np.concatenate(column) for column in zip(*blocks, strict=True)])
     rates = scores(hopeful, decision.values.waiting)
-    added = added_prefixes(decision, hopeful, offered_depth(decision, ordinary)[winner])
+    added = added_prefixes(decision, hopeful, depth)
     eligible = hopeful.known & (rates > rate) & (added > 0).any(axis=1)
     if not eligible.any():
         return None

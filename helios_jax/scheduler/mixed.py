@@ -13,15 +13,18 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, delivery_lanes, prompt_slots, scatter, single_stage
 from helios_jax.scheduler.prerequisites import best_prompts
-from helios_jax.scheduler.ragged import fixed_cohorts
 from helios_jax.scheduler.state import DECODE, PROMPT
 from helios_jax.scheduler.utility import undominated
 
 
-def mixed_candidates(decision: Decision) -> Candidates | None:
-    """One candidate a mixed program that serves anybody, redundant ones removed."""
+def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None) -> Candidates | None:
+    """One candidate a mixed program that serves anybody, redundant ones removed.
+
+    Args:
+        wanted: bool [programs] those that are looked at; all without it.
+    """
     state, programs = decision.state, decision.state.programs
-    kind = programs.mixed
+    kind = programs.mixed if wanted is None else programs.mixed[wanted[programs.mixed]]
     prompts = prompt_slots(decision, PROMPT, scored=False)
     decoders = decision.slots(state.requests.phase == DECODE)
     if not len(kind) or not (len(prompts) or len(decoders)):
@@ -29,43 +32,52 @@ def mixed_candidates(decision: Decision) -> Candidates | None:
     num_slots, duration = state.limits.slots, decision.duration_ms[kind]
     values, rows = delivery_lanes(decision, kind, decoders, duration)
     prompt, prompt_value, prompt_work = best_prompts(decision, kind, prompts)
-    alone, alone_value = _top(values, rows, programs.batch[kind])
-    beside, beside_value = _top(values, rows, programs.batch[kind] - 1)
-    beside_value = beside_value + prompt_value
-    more = alone.sum(axis=1) < 1 + beside.sum(axis=1)
+    order, sums = _ranked(values, rows)
+    most, which = (rows > 0).sum(axis=1), np.arange(len(kind))
+    num_alone, num_beside = np.minimum(programs.batch[kind], most), np.minimum(programs.batch[kind] - 1, most)
+    alone_value, beside_value = sums[which, num_alone], sums[which, num_beside] + prompt_value
+    more = num_alone < 1 + num_beside
     with_prompt = (prompt_work > 0) & ((beside_value > alone_value) | ((beside_value == alone_value) & more))
-    chosen = np.where(with_prompt[:, None], beside, alone)
+    chosen = np.zeros(rows.shape, np.bool_)
+    taken = np.where(with_prompt, num_beside, num_alone)
+    np.put_along_axis(chosen, order, np.arange(rows.shape[1]) < taken[:, None], 1)
     work = scatter(np.where(chosen, rows, 0), decoders, num_slots)
     here = np.flatnonzero(with_prompt)
     work[here, prompt[here]] = prompt_work[here]
     prompt_slot = np.where(with_prompt, prompt, -1)
-    keep = work.any(axis=1) & _undominated(decision, work, prompt_slot, chosen.any(axis=1))
-    keep &= ~_redundant_unmeasured(decision, work, prompt_slot)
+    keep = work.any(axis=1) & _undominated(decision, kind, work, prompt_slot, taken > 0)
+    keep &= ~_redundant_unmeasured(decision, kind, work, prompt_slot)
     used = np.where(chosen, rows, 0).sum(axis=1) + np.where(with_prompt, prompt_work, 0)
     padding = programs.prompt[kind] + programs.packed[kind] - used
     totals = np.where(with_prompt, beside_value, alone_value)
     return single_stage(kind[keep], work[keep], totals[keep], duration[keep], padding[keep], prompt_slot[keep])
 
 
-def _top(values: np.ndarray, rows: np.ndarray, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The most valuable lanes that take part, at most `capacity` of them; bool [C, n] and float64 [C]."""
-    return fixed_cohorts(values, rows, capacity, rows.sum(axis=1), np.arange(values.shape[1]))
+def _ranked(values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lanes by value, those that cannot take part last: int64 [C, n] order and float64 [C, n + 1] sums."""
+    order = np.argsort(-np.where(rows > 0, values, -1.0), axis=1, kind="stable")
+    sums = np.zeros((len(values), values.shape[1] + 1))
+    np.cumsum(np.take_along_axis(values, order, 1), axis=1, out=sums[:, 1:])
+    return order, sums
 
 
-def _undominated(decision: Decision, work: np.ndarray, prompt_slot: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+def _undominated(
+    decision: Decision, kind: np.ndarray, work: np.ndarray, prompt_slot: np.ndarray, decodes: np.ndarray
+) -> np.ndarray:
     """bool [C]: no mixed program with the same lanes, prompt row and proposal depth is smaller.
 
     Args:
         decodes: bool [C]; a prompt alone has no proposals, whatever the program could make.
     """
     programs = decision.state.programs
-    kind = programs.mixed
     identity = np.stack([prompt_slot, programs.depth[kind] * decodes, programs.source[kind] * decodes], axis=1)
     extents = np.stack([programs.batch[kind], programs.tokens[kind], programs.prompt[kind]], axis=1)
     return undominated(np.concatenate([work, identity], axis=1), extents)
 
 
-def _redundant_unmeasured(decision: Decision, work: np.ndarray, prompt_slot: np.ndarray) -> np.ndarray:
+def _redundant_unmeasured(
+    decision: Decision, kind: np.ndarray, work: np.ndarray, prompt_slot: np.ndarray
+) -> np.ndarray:
     """Unmeasured programs whose prompt row a smaller mixed program consumes as far as the next endpoint.
 
     The rule of prefill exploration, applied to the prompt row: the smaller program decodes in the
@@ -75,10 +87,11 @@ def _redundant_unmeasured(decision: Decision, work: np.ndarray, prompt_slot: np.
         bool [C].
     """
     state, programs = decision.state, decision.state.programs
-    kind = programs.mixed
     to_endpoint = (state.requests.endpoint - state.requests.consumed_len)[prompt_slot]
     demand = np.minimum(work[np.arange(len(work)), prompt_slot], to_endpoint)[:, None]
-    batch, prompt, same = programs.batch[kind], programs.prompt[kind], programs.lane_class[kind]
-    smaller = (prompt < prompt[:, None]) & (batch <= batch[:, None]) & (same == same[:, None])
+    prepared = programs.mixed
+    batch, prompt = programs.batch[prepared], programs.prompt[prepared]
+    smaller = (prompt < programs.prompt[kind, None]) & (batch <= programs.batch[kind, None])
+    smaller &= programs.lane_class[prepared] == programs.lane_class[kind, None]
     enough = (prompt >= demand) & (batch >= (work > 0).sum(axis=1)[:, None])
     return (prompt_slot >= 0) & (decision.duration_ms[kind] <= 0) & (smaller & enough).any(axis=1)

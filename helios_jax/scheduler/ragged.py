@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+COHORTS_AT_ONCE = 32
+
 
 def fixed_cohorts(
     values: np.ndarray, lengths: np.ndarray, batch: np.ndarray, packed: np.ndarray, preference: np.ndarray
@@ -173,7 +175,8 @@ def adaptive_cohorts(
     Args:
         base: float64 [C, n] value of each lane's pending token, at least 0.
         gains: float64 [n, depth] what each proposal adds, non-increasing along a lane.
-        priority: float64 [n, depth] order of allocation, non-increasing along a lane.
+        priority: float64 [n, depth] order of allocation, non-increasing along a lane; the gains themselves
+            (the same array) where the host allocates.
         lengths: int64 [C, n] most target rows of each lane; 0 = not feasible.
         batch, packed: int64 [C] B and P.
         preference: int64 [n] a permutation of the lanes, for equal keys.
@@ -192,8 +195,9 @@ def adaptive_cohorts(
             continue
         marginals = sorted_marginals(priority, gains, ceilings)
         members = _best_prefixes(
-            base[programs], gains, marginals, ceilings, batch[programs], packed[programs], preference
-        )
+            base[programs], gains, marginals, ceilings, batch[programs], packed[programs], preference,
+            by_gain=priority is gains,
+        )  # fmt: skip
         rows[programs], added = causal_lengths(marginals, members, packed[programs])
         totals[programs] = np.where(members, base[programs], 0.0).sum(axis=1) + added
     return rows, totals
@@ -201,30 +205,55 @@ def adaptive_cohorts(
 
 def _best_prefixes(
     base: np.ndarray, gains: np.ndarray, marginals: Marginals, ceilings: np.ndarray, batch: np.ndarray,
-    packed: np.ndarray, preference: np.ndarray,
+    packed: np.ndarray, preference: np.ndarray, *, by_gain: bool,
 ) -> np.ndarray:  # fmt: skip
-    """bool [G, n]: the best cohort of each program; the programs share one row of ceilings."""
+    """bool [G, n]: the best cohort of each program; the programs share one row of ceilings.
+
+    A cohort is priced exactly only where a bound says that it can win: with the best proposals
+    of all lanes, or with all of its own, it would reach what a first guess earns. That bound is
+    worth its time only where rows are given out `by_gain`.
+    """
     orders = _orders(base, gains, ceilings, preference)  # [G, 3, n]
     num_lanes = orders.shape[-1]
+    sizes = np.arange(1, num_lanes + 1)
     value = np.cumsum(np.take_along_axis(base[:, None], orders, 2), axis=2)  # of the first 1 .. n lanes
     most = np.minimum(np.minimum(batch, packed), num_lanes)
     # Until the complete prefixes exceed P a longer cohort is never worse: shorter ones need no price.
     fitting = (np.cumsum(ceilings[orders], axis=2) <= packed[:, None, None]).sum(axis=2)
     least = np.clip(fitting, 1, most[:, None])
-    sizes = np.arange(int(least.min()), int(most.max()) + 1)  # [K]
-    unique, which = _distinct(orders)
-    sums, first, count = _prefix_sums(marginals, ceilings, unique, sizes)
-    admitted = np.clip(packed[:, None, None] - sizes, 0, count[which])  # [G, 3, K]
-    prices = value[:, :, sizes - 1] + sums[first[which] + admitted] - sums[first[which]]
+    budget = np.maximum(packed[:, None] - sizes, 0)  # [G, n]
     legal = (sizes >= least[..., None]) & (sizes <= most[:, None, None])
-    # The last of equal prices is the longest cohort.
-    flat = np.where(legal, prices, -np.inf).transpose(0, 2, 1).reshape(len(base), -1)
-    last = flat.shape[1] - 1 - flat[:, ::-1].argmax(axis=1)
-    size, ordering = sizes[last // orders.shape[1]], last % orders.shape[1]
-    members = np.zeros(base.shape, np.bool_)
+    unique, which = _distinct(orders)
+    cells = (which[..., None] * num_lanes + sizes - 1).ravel()  # number of each cohort
+
+    def priced(where: np.ndarray) -> np.ndarray:
+        program, size = where // (3 * num_lanes), where % num_lanes
+        return value.ravel()[where] + _added(marginals, ceilings, unique, cells[where], budget[program, size])
+
     programs = np.arange(len(base))
-    np.put_along_axis(members, orders[programs, ordering], np.arange(num_lanes) < size[:, None], 1)
+    if by_gain:
+        bound = np.where(legal, value + _most_added(gains, marginals, ceilings, orders, budget), -np.inf)
+        guess = programs * 3 * num_lanes + bound.reshape(len(base), -1).argmax(axis=1)
+        legal = bound >= (priced(guess) * (1.0 - 1e-12))[:, None, None]
+    prices = np.full(legal.shape, -np.inf)
+    prices[legal] = priced(np.flatnonzero(legal))
+    # The last of equal prices is the longest cohort.
+    flat = prices.transpose(0, 2, 1).reshape(len(base), -1)
+    last = flat.shape[1] - 1 - flat[:, ::-1].argmax(axis=1)
+    members = np.zeros(base.shape, np.bool_)
+    np.put_along_axis(members, orders[programs, last % 3], np.arange(num_lanes) <= (last // 3)[:, None], 1)
     return members
+
+
+def _most_added(
+    gains: np.ndarray, marginals: Marginals, ceilings: np.ndarray, orders: np.ndarray, budget: np.ndarray
+) -> np.ndarray:
+    """Upper bound of what proposals add to every cohort prefix, float64 [G, 3, n]."""
+    everybody = np.zeros(len(marginals.gain) + 1)
+    np.cumsum(np.sort(marginals.gain)[::-1], out=everybody[1:])
+    offered = np.arange(1, gains.shape[1] + 1) < ceilings[:, None]
+    own = np.cumsum(np.where(offered, gains, 0.0).sum(axis=1)[orders], axis=2)
+    return np.minimum(own, everybody[np.minimum(budget, len(marginals.gain))][:, None])
 
 
 def _orders(base: np.ndarray, gains: np.ndarray, ceilings: np.ndarray, preference: np.ndarray) -> np.ndarray:
@@ -246,25 +275,31 @@ def _distinct(orders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return flat[first], which.reshape(orders.shape[:2])
 
 
-def _prefix_sums(
-    marginals: Marginals, ceilings: np.ndarray, orders: np.ndarray, sizes: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sums of the best proposals of every cohort prefix, in one flat array.
+def _added(
+    marginals: Marginals, ceilings: np.ndarray, orders: np.ndarray, cells: np.ndarray, budget: np.ndarray
+) -> np.ndarray:
+    """What the first `budget` proposals of cohort prefixes add, in the order of allocation; float64 [R].
 
     Args:
         ceilings: int64 [n] most target rows of each lane.
         orders: int64 [U, lanes] distinct orderings of the feasible lanes.
-        sizes: int64 [K] lengths of the cohort prefixes.
-
-    Returns:
-        sums, first [U, K], count [U, K]: cohort (u, k) has `count` proposals, and the best m of
-        them add sums[first + m] - sums[first].
+        cells: int64 [R] cohorts, u * lanes + k - 1 for the first k lanes of ordering u; they may repeat.
+        budget: int64 [R] target rows beyond the pending ones.
     """
+    cohorts, row = np.unique(cells, return_inverse=True)
+    number, last = cohorts // orders.shape[1], cohorts % orders.shape[1]
     position = np.zeros((len(orders), len(ceilings)), np.uint8)
     np.put_along_axis(position, orders, np.arange(orders.shape[1], dtype=np.uint8)[None], 1)
-    included = position[:, None, marginals.lane] < sizes[:, None].astype(np.uint8)  # [U, K, M]
-    sums = np.zeros(1 + int(np.count_nonzero(included)))
-    np.cumsum(np.broadcast_to(marginals.gain, included.shape)[included], out=sums[1:])
-    count = np.cumsum(ceilings[orders] - 1, axis=1)[:, sizes - 1]
-    first = np.cumsum(count).reshape(count.shape) - count
-    return sums, first, count
+    included = position.take(marginals.lane, axis=1)[number] <= last[:, None].astype(np.uint8)  # [cohorts, M]
+    count = np.cumsum(ceilings[orders] - 1, axis=1)[number, last]
+    # A running sum over the gains of some cohorts after another, a zero before it: a difference is the
+    # sum of a stretch. Some at a time, because fresh pages for large temporaries cost more than the sums.
+    group = np.arange(len(cohorts)) // COHORTS_AT_ONCE
+    sums = np.zeros(int(count.sum() + group[-1] + 1))
+    first = np.cumsum(count) - count + group
+    gains = np.tile(marginals.gain, min(COHORTS_AT_ONCE, len(cohorts)))
+    for start in range(0, len(cohorts), COHORTS_AT_ONCE):
+        some = included[start : start + COHORTS_AT_ONCE].ravel()
+        stretch = np.compress(some, gains[: len(some)])
+        np.cumsum(stretch, out=sums[first[start] + 1 : first[start] + 1 + len(stretch)])
+    return sums[first[row] + np.minimum(budget, count[row])] - sums[first[row]]

@@ -28,14 +28,19 @@ from helios_jax.scheduler.utility import undominated
 _COPY = SOURCES.index(ProposalSource.COPY)
 
 
-def round_candidates(decision: Decision) -> list[Candidates]:
-    """One candidate a decode or speculative program that serves anybody, redundant ones removed."""
+def round_candidates(decision: Decision, wanted: np.ndarray | None = None) -> list[Candidates]:
+    """One candidate a decode or speculative program that serves anybody, redundant ones removed.
+
+    Args:
+        wanted: bool [programs] those that are looked at; all without it.
+    """
     state, programs = decision.state, decision.state.programs
     preferred = decision.slots(state.requests.phase == DECODE)
     slots = np.sort(preferred)  # the order in which target rows tie
     preference = np.searchsorted(slots, preferred)
     found = []
     for kind in (programs.decode, programs.speculative):
+        kind = kind if wanted is None else kind[wanted[kind]]
         if len(kind) and len(slots):
             rows = decision.rows[programs.lane_class[kind]][:, slots]
             usable = rows.any(axis=1)
