@@ -75,7 +75,9 @@ def _expectation(state: State, frame: Frame) -> str | None:
         if lane.role is LaneRole.DECODE:
             most[lane.handle.slot] = min(lane.length, packed_rows(frame.plan.shape))
     tokens, deliveries = frame.expected_tokens, frame.expected_deliveries
-    if tokens.flags.writeable or deliveries.flags.writeable:
+    if not np.array_equal(frame.most_tokens, most):
+        return f"at most {frame.most_tokens} tokens, the lanes say {most}"
+    if any(column.flags.writeable for column in (tokens, deliveries, frame.most_tokens)):
         return "its expected service is writeable"
     if (tokens < (most > 0)).any() or (tokens > most).any() or (deliveries != (most > 0)).any():
         return f"expected tokens {tokens} and deliveries {deliveries} of at most {most}"

@@ -75,16 +75,17 @@ def expected_end_ns(state: State) -> int:
     return end_ns
 
 
-def expected_service(plan: ScheduledPlan, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Expected output tokens and deliveries of a generation program, float64 [slots] each, read-only."""
-    tokens, deliveries = np.zeros((2, num_slots))
-    for row, lane in enumerate(plan.lanes):
-        if lane.role is LaneRole.DECODE:
-            tokens[lane.handle.slot] = plan.expected_tokens[row] if plan.expected_tokens else 1.0
-            deliveries[lane.handle.slot] = 1.0
-    for column in (tokens, deliveries):
+def expected_service(plan: ScheduledPlan, num_slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a generation program is to serve, [slots] each, read-only: `Frame.expected_tokens` and on."""
+    tokens, most = np.zeros(num_slots), np.zeros(num_slots, np.int64)
+    rows = [row for row, lane in enumerate(plan.lanes) if lane.role is LaneRole.DECODE]
+    slots = [plan.lanes[row].handle.slot for row in rows]
+    tokens[slots] = [plan.expected_tokens[row] for row in rows] if plan.expected_tokens else 1.0
+    most[slots] = np.minimum([plan.lanes[row].length for row in rows], packed_rows(plan.shape))
+    columns = tokens, (most > 0).astype(np.float64), most
+    for column in columns:
         column.setflags(write=False)
-    return tokens, deliveries
+    return columns
 
 
 def project(state: State) -> State:
@@ -102,13 +103,19 @@ def project(state: State) -> State:
     """
     if not state.frames:
         return state
-    requests = state.requests.draft()
+    requests = _selection_copy(state.requests)
     end_ns = state.interval.completed_ns if state.interval else 0
     for frame in state.frames:
         end_ns = max(end_ns, frame.dispatched_ns) + frame.plan.estimated_duration_ns
         _serve(state, requests, frame, end_ns)
     _advance(state, requests)
     return dataclasses.replace(state, now_ns=max(end_ns, state.now_ns), requests=requests.sealed(), frames=())
+
+
+def _selection_copy(requests: Requests) -> Requests:
+    """The requests with writable copies of the columns that a projection moves."""
+    moved = ("phase", "committed_len", "output_len", "visible_ns", "proposals", "token_r", "delivery_r")
+    return dataclasses.replace(requests, **{name: getattr(requests, name).copy() for name in moved})
 
 
 def _serve(state: State, requests: Requests, frame: Frame, end_ns: int) -> None:
@@ -144,11 +151,8 @@ def _progress(state: State) -> tuple[np.ndarray, np.ndarray]:
     """Fewest and most tokens that each request gets from the outstanding frames, int64 [slots] each."""
     at_least, at_most = np.zeros((2, state.limits.slots), np.int64)
     for frame in state.frames:
-        packed = packed_rows(frame.plan.shape)
-        for lane in frame.plan.lanes:
-            if lane.role is LaneRole.DECODE:
-                at_least[lane.handle.slot] += 1
-                at_most[lane.handle.slot] += min(lane.length, packed)
+        at_least += frame.most_tokens > 0
+        at_most += frame.most_tokens
     return at_least, at_most
 
 

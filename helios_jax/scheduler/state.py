@@ -164,6 +164,7 @@ class Frame:
         first_token_r: float64 [slots] the r that an unmeasured participant starts from.
         expected_tokens, expected_deliveries: float64 [slots] output that the frame is expected
             to serve, 0 outside the lanes that decode; projection applies it.
+        most_tokens: int64 [slots] the most that it can serve, min(ceiling, P) of each such lane.
         alone: It needs completion feedback: nothing may be submitted behind it.
     """
 
@@ -176,6 +177,7 @@ class Frame:
     first_token_r: np.ndarray
     expected_tokens: np.ndarray
     expected_deliveries: np.ndarray
+    most_tokens: np.ndarray
     alone: bool
 
 

@@ -85,6 +85,7 @@ CORRUPTIONS: list[tuple[int, str, Corruption]] = [
     (16, "dispatches out of order", earlier),
     (16, "fewer tokens than a round commits", expected("expected_tokens", [0.5, 1.0, 0.0, 0.0])),
     (16, "more tokens than the ceiling", expected("expected_tokens", [1.0, 2.0, 0.0, 0.0])),
+    (16, "a bound beyond the ceiling", frame(lambda f: dataclasses.replace(f, most_tokens=sealed([1, 2, 0, 0])))),
     (16, "service outside the lanes", expected("expected_tokens", [1.0, 1.0, 1.0, 0.0])),
     (16, "two deliveries of one burst", expected("expected_deliveries", [2.0, 1.0, 0.0, 0.0])),
     (16, "writeable expectations", frame(lambda f: dataclasses.replace(f, expected_tokens=f.expected_tokens.copy()))),
