@@ -17,7 +17,7 @@ from helios_jax.scheduler.speculation import COPY, LEARNED, lane_lengths, optimi
 from helios_jax.scheduler.state import State
 
 _SOURCE_ROW = np.array([COPY if source is ProposalSource.COPY else LEARNED for source in SOURCES])
-_COPY_SOURCE = SOURCES.index(ProposalSource.COPY)
+COPY_SOURCE = SOURCES.index(ProposalSource.COPY)
 
 
 def lane_rows(state: State, family: np.ndarray, feasible: np.ndarray) -> np.ndarray:
@@ -42,7 +42,7 @@ def lane_rows(state: State, family: np.ndarray, feasible: np.ndarray) -> np.ndar
     of = programs.class_program
     room = np.minimum(requests.max_tokens - requests.output_len, state.limits.max_context - requests.committed_len)
     source = programs.source[of]
-    rows = lane_lengths(programs.width[of], programs.depth[of], source == _COPY_SOURCE, room, requests.proposals)
+    rows = lane_lengths(programs.width[of], programs.depth[of], source == COPY_SOURCE, room, requests.proposals)
     allowed = (family >= 0) & (room > 0)
     if len(feasible):
         allowed = allowed & feasible[family][:, of].T

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, decode_values, scores
-from helios_jax.scheduler.lanes import class_sources, lane_tokens, prefix_survival
+from helios_jax.scheduler.lanes import COPY_SOURCE, class_sources, lane_tokens, prefix_survival
 from helios_jax.scheduler.mixed import mixed_candidates
+from helios_jax.scheduler.programs import SOURCES
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.state import DECODE
 
@@ -38,8 +39,9 @@ class Probe(NamedTuple):
 def hopeful_candidates(decision: Decision, rate: float, ordinary: np.ndarray) -> Candidates | None:
     """Rounds and mixed programs that may be probes, with their best cohorts under optimistic survival.
 
-    A round is left out when it offers nobody a deeper prefix, or when its most valuable complete
-    prefixes, more than P or not, would not beat the ordinary score.
+    A program is left out when it offers nobody a deeper prefix, and a round when the most valuable
+    complete prefixes, more than P or not, would beat the ordinary score in no program of its depth
+    and source (those are kept or left together, because a smaller one can make a larger redundant).
 
     Args:
         rate: Score of the ordinary choice.
@@ -50,9 +52,11 @@ def hopeful_candidates(decision: Decision, rate: float, ordinary: np.ndarray) ->
     hopeful = decision._replace(prefixes=prefixes, tokens=lane_tokens(state, decision.rows, prefixes))
     slots = decision.slots(state.requests.phase == DECODE)
     deeper = (decision.rows[:, slots] > 1 + ordinary[slots]).any(axis=1)[programs.lane_class]
-    wanted = deeper & (decision.duration_ms > 0) & (programs.depth > 0)
+    wanted = deeper & (programs.depth > 0)
     rounds = np.flatnonzero(wanted & (programs.prompt == 0))
-    wanted[rounds] = _best_rate(hopeful, rounds, slots) > rate
+    depth = np.where(programs.source == COPY_SOURCE, 0, programs.depth)
+    kinds = ((depth * len(SOURCES) + programs.source) * 2 + programs.device_allocates)[rounds]
+    wanted[rounds] = np.isin(kinds, kinds[_best_rate(hopeful, rounds, slots) > rate])
     if not wanted.any():
         return None
     mixed = mixed_candidates(hopeful, wanted)
@@ -61,14 +65,14 @@ def hopeful_candidates(decision: Decision, rate: float, ordinary: np.ndarray) ->
 
 
 def _best_rate(hopeful: Decision, rounds: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """An upper bound of each round's score, float64 [C]."""
+    """An upper bound of each round's score, infinite if it is not measured; float64 [C]."""
     duration, classes = hopeful.duration_ms[rounds], hopeful.state.programs.lane_class[rounds]
     worth = decode_values(hopeful, slots, duration)
     worth += hopeful.values.output_token[slots] * (hopeful.tokens[classes][:, slots] - 1.0)
     worth = -np.sort(-np.where(hopeful.rows[classes][:, slots] > 0, worth, 0.0), axis=1)
     served = np.arange(len(slots)) < hopeful.state.programs.batch[rounds, None]
-    best: np.ndarray = (worth * served).sum(axis=1) / duration - 0.5 * duration * hopeful.values.waiting
-    return best
+    measured, known = duration > 0, np.where(duration > 0, duration, 1.0)
+    return np.where(measured, (worth * served).sum(axis=1) / known - 0.5 * known * hopeful.values.waiting, np.inf)
 
 
 def acceptance_probe(decision: Decision, ordinary: Candidates, winner: int, rate: float) -> Probe | None:

@@ -17,15 +17,11 @@ from __future__ import annotations
 import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, decode_values, scatter, single_stage
-from helios_jax.scheduler.catalog import ProposalSource
-from helios_jax.scheduler.lanes import class_sources
-from helios_jax.scheduler.programs import SOURCES
+from helios_jax.scheduler.lanes import COPY_SOURCE, class_sources
 from helios_jax.scheduler.ragged import adaptive_cohorts, fixed_cohorts
 from helios_jax.scheduler.speculation import survival
 from helios_jax.scheduler.state import DECODE
 from helios_jax.scheduler.utility import undominated
-
-_COPY = SOURCES.index(ProposalSource.COPY)
 
 
 def round_candidates(decision: Decision, wanted: np.ndarray | None = None) -> list[Candidates]:
@@ -107,7 +103,7 @@ def _undominated(decision: Decision, kind: np.ndarray, work: np.ndarray) -> np.n
     prefixes, and its D is a capacity.
     """
     programs = decision.state.programs
-    copies, depth = programs.source[kind] == _COPY, programs.depth[kind]
+    copies, depth = programs.source[kind] == COPY_SOURCE, programs.depth[kind]
     actual = np.where(copies, np.maximum(work.max(axis=1) - 1, 0), depth)
     # Width one and an unsupplied copy program propose nothing: their source makes no difference.
     source = np.where(actual > 0, programs.source[kind], 0)
