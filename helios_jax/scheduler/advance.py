@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from helios_jax.scheduler import captures
 from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.stages import arrive, enter, open_window, set_bounds
-from helios_jax.scheduler.state import RESTORE, RETIRING, TERMINAL, Requests
+from helios_jax.scheduler.state import PROMPT, RESTORE, RETIRING, TERMINAL, Requests
 from helios_jax.scheduler.types import (
     CompletionRecord,
     Event,
@@ -143,3 +143,6 @@ def _pass_stage(draft: Draft, requests: Requests, lane: Lane, spec: RequestSpec,
         set_bounds(requests, slot, spec, captures.rebind(draft, requests, lane.handle, last_window=last))
         events.append(RequestRebound(lane.handle, RequestHandle(slot, int(requests.generation[slot]))))
     enter(requests, slot, spec)
+    if requests.phase[slot] == PROMPT:
+        handle = RequestHandle(slot, int(requests.generation[slot]))
+        set_bounds(requests, slot, spec, captures.prepare(draft, requests, handle))

@@ -5,14 +5,16 @@ Joins the arithmetic of `cuts` and the rows of `row_allocator` to the slots of a
 
 The captures of a request:
 
-1. `admit` plans its cuts, pins the checkpoint that it is restored from, reserves a private row
-   if its images need several windows, and arms a row for the first cut.
-2. `reach` when a prefill has stopped: a due cut blocks the request until it is copied; one that
+1. `admit` plans its cuts, pins the checkpoint that it is restored from, and reserves a private
+   row if its images need several windows.
+2. `prepare` when it is ready to prefill: a row is armed for its next cut. Not earlier, because
+   the row may be another one's checkpoint, which a request admitted next may ask for.
+3. `reach` when a prefill has stopped: a due cut blocks the request until it is copied; one that
    is not due any more gives its row back. The next cut is armed.
-3. `begin_copies` at commit, `end_copy` at completion: published, or dropped when it failed.
-4. `earn` after productive decode; `wait_for_terminal` decides, when the request ends well or is
+4. `begin_copies` at commit, `end_copy` at completion: published, or dropped when it failed.
+5. `earn` after productive decode; `wait_for_terminal` decides, when the request ends well or is
    preempted, whether it first waits for a snapshot.
-5. `release` when its slot is freed: all that it still holds goes back.
+6. `release` when its slot is freed: all that it still holds goes back.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def private_row_obtainable(state: State, spec: RequestSpec) -> bool:
 
 
 def admit(draft: Draft, requests: Requests, handle: RequestHandle, spec: RequestSpec, now_ns: int) -> int:
-    """Plan the captures of a request whose columns were just set up; returns its first armed cut.
+    """Plan the captures of a request whose columns were just set up; returns its first cut, 0 without one.
 
     The checkpoint that it is restored from stays pinned until its restore is complete.
     """
@@ -95,7 +97,7 @@ def admit(draft: Draft, requests: Requests, handle: RequestHandle, spec: Request
     draft.skip("allowance", plan.over_allowance)
     draft.skip("unknown_cost", plan.unknown_cost)
     draft.cuts[slot] = plan.cuts
-    return arm_next(draft, requests, handle)
+    return plan.cuts[0].endpoint
 
 
 def armed_row(draft: Draft, handle: RequestHandle) -> int:
@@ -107,6 +109,11 @@ def armed_row(draft: Draft, handle: RequestHandle) -> int:
 def armed_endpoint(draft: Draft, handle: RequestHandle) -> int:
     row = armed_row(draft, handle)
     return int(draft.rows.endpoint[row - 1]) if row else 0
+
+
+def prepare(draft: Draft, requests: Requests, handle: RequestHandle) -> int:
+    """The request is ready to prefill: arm its next cut if none is armed; the endpoint, 0 without one."""
+    return armed_endpoint(draft, handle) or arm_next(draft, requests, handle)
 
 
 def arm_next(draft: Draft, requests: Requests, handle: RequestHandle) -> int:
@@ -291,20 +298,23 @@ def _splits_image(spec: RequestSpec, end: int) -> bool:
 def identify_checkpoint(state: State, checkpoint: int, key: library.Key) -> State:
     """Tell the key of a published checkpoint's tokens; one that is known already makes its row surplus.
 
+    One that has given way meanwhile, as it may in the completion that announced it, changes nothing.
+
     Raises:
-        InvariantError: It is not published, or a restore reads it; identify it when it is announced.
+        InvariantError: The key covers another length, or a restore reads the surplus row; identify
+            a checkpoint when it is announced.
     """
     kept = state.retention
+    if not library.is_published(kept.checkpoints, checkpoint):
+        return state
     rows, checkpoints = library.identify(kept.rows, kept.checkpoints, checkpoint, key)
     return dataclasses.replace(state, retention=dataclasses.replace(kept, rows=rows, checkpoints=checkpoints))
 
 
 def demand_checkpoint(state: State, checkpoint: int) -> State:
-    """A request asks for a checkpoint now, whether or not it restores it: later victims come before it.
-
-    Raises:
-        InvariantError: It is not published.
-    """
+    """A request asks for a checkpoint now, whether or not it restores it; one that is gone changes nothing."""
     kept = state.retention
+    if not library.is_published(kept.checkpoints, checkpoint):
+        return state
     checkpoints = library.touch(kept.checkpoints, checkpoint, state.now_ns)
     return dataclasses.replace(state, retention=dataclasses.replace(kept, checkpoints=checkpoints))

@@ -26,7 +26,7 @@ from helios_jax.scheduler import (
 from helios_jax.scheduler.retention import ROLES, SKIPS
 from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.state_rows import RowUse
-from helios_jax.scheduler.types import CompletionRecord
+from helios_jax.scheduler.types import CompletionRecord, ImageSpan
 from tests.unit.scheduler_toy import MS, measured, records_of, request, small_catalog, timing
 
 SNAPSHOT, RESTORE, VISION = ProgramKind.SNAPSHOT, ProgramKind.RESTORE, ProgramKind.VISION
@@ -88,6 +88,19 @@ def run(
         events += more
         plans.append(plan)
     raise AssertionError("the run did not end")
+
+
+IMAGES = (ImageSpan(2, 6), ImageSpan(8, 12), ImageSpan(13, 15))  # three windows of 4 features
+
+
+def occupied(state: State) -> State:
+    """One row fewer: the private row of a request that waits for its state from outside."""
+    return asked(state, 18, 3, image_spans=IMAGES, external=True, restored_len=1)[0]
+
+
+def ready(state: State) -> State:
+    """Run until nobody waits for its initialisation: the first destinations are armed."""
+    return run(state, lambda s: not (s.requests.phase == Phase.INITIALIZE).any())[0]
 
 
 def phase_of(state: State, handle: RequestHandle) -> Phase:

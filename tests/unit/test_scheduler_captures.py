@@ -14,7 +14,6 @@ from helios_jax.scheduler import (
     GeneratedToken,
     LaneRole,
     RequestFinished,
-    RequestHandle,
     ScheduledPlan,
     State,
     advance_to,
@@ -33,7 +32,9 @@ from tests.unit.checkpoint_toy import (
     captured,
     finish_frame,
     hybrid_state,
+    occupied,
     phase_of,
+    ready,
     run,
     skipped,
     submit,
@@ -125,30 +126,33 @@ def test_a_cut_at_a_window_pays_its_copy_only() -> None:
 
 
 def test_an_extra_needs_a_row_beside_the_one_guarded_for_the_anchor() -> None:
-    state, _ = asked(hybrid_state(1), message_ends=(5, 15))
+    state = ready(asked(hybrid_state(1), message_ends=(5, 15))[0])
     assert uses(state) == [ARMED], "the anchor has the only row"
     assert skipped(state) == {"no_row": 1}
     state, events, _ = run(state)
     assert published(events)[0] == (15, CheckpointRole.ANCHOR)
-    state, _ = asked(hybrid_state(2), message_ends=(5, 15))
+    state = ready(asked(hybrid_state(2), message_ends=(5, 15))[0])
     assert sorted(uses(state)) == [GUARDED, ARMED]
 
 
 def test_a_guard_protects_the_anchor_from_the_extras_of_others() -> None:
     state, _ = asked(hybrid_state(2), message_ends=(5, 15))
     state, other = asked(state, message_ends=(5, 15))
+    assert uses(state) == [FREE, FREE], "not before they are ready to prefill"
+    state = ready(state)
     assert skipped(state)["no_row"] == 1
     assert sorted(uses(state)) == [GUARDED, ARMED]
     state, events, _ = run(state)
-    anchors = [event.handle for event in events if isinstance(event, CheckpointPublished) and event.role == 3]
-    assert anchors == [RequestHandle(0, 1), other], "the second anchor took a row that was published by then"
+    assert (15, CheckpointRole.ANCHOR) in published([event for event in events if event.handle != other])
 
 
 def test_an_anchor_asks_again_until_it_is_passed() -> None:
-    """Both rows are armed by others at first; one of them ends before the third reaches its anchor."""
+    """The only row is armed for another one at first, which ends before the second reaches its anchor."""
     state, first = asked(hybrid_state(1, fraction=0.0))
     state, second = asked(state)
+    state = ready(state)
     assert uses(state) == [ARMED]
+    assert state.retention.rows.handle(1) == first
     assert state.retention.cuts[second.slot], "not given up"
     state = cancel(state, first)
     assert uses(state) == [FREE]
@@ -157,14 +161,11 @@ def test_an_anchor_asks_again_until_it_is_passed() -> None:
 
 
 def test_a_passed_anchor_is_a_skip_and_no_failure() -> None:
-    """Nothing but guarded, armed, copying or private rows: every row is busy, the request goes on."""
-    state, first = asked(hybrid_state(1, fraction=0.0), 8, 4, external=True, restored_len=4)
-    state, second = asked(state, 8, 4)
+    """Every row is in use: the request goes on without a copy."""
+    state, handle = asked(occupied(hybrid_state(1, fraction=0.0)), 8, 4)
     state, events, _ = run(state)
     assert skipped(state) == {"no_row": 1}
-    assert RequestFinished(second, FinishReason.LENGTH) in events
-    assert uses(state) == [ARMED], "the first one still waits for its state from outside"
-    assert phase_of(state, first) is Phase.EXTERNAL
+    assert RequestFinished(handle, FinishReason.LENGTH) in events
 
 
 def test_an_expired_cost_skips_the_copy_after_the_split() -> None:
@@ -199,6 +200,7 @@ def test_a_failed_copy_never_fails_the_request() -> None:
 def test_rows_stay_owned_through_gpu_completion_after_cancellation(end: Any) -> None:
     """Armed while its prefill runs, guarded beside it, in copy while its snapshot runs: none is free before."""
     state, handle = asked(hybrid_state(2), message_ends=(5, 15))
+    state = ready(state)
     while phase_of(state, handle) is not Phase.SNAPSHOT:
         state, plan, fence = submit(state)
         ended = end(state, handle)
@@ -272,11 +274,9 @@ def test_a_stale_cost_is_still_a_measured_one() -> None:
 
 def test_a_terminal_capture_needs_a_row() -> None:
     state, handle = decoding(rows=1)
-    state, other = asked(state, 8, 4, external=True, restored_len=4)
-    assert uses(state) == [ARMED], "the anchor gave way to the next request's"
-    state, _, _ = run(state)
+    state, _, _ = run(occupied(state))
     assert skipped(state) == {"terminal_no_row": 1}
-    assert (phase_of(state, handle), phase_of(state, other)) == (Phase.FREE, Phase.EXTERNAL)
+    assert (phase_of(state, handle), uses(state)) == (Phase.FREE, [RowUse.PRIVATE])
 
 
 def test_a_terminal_endpoint_that_is_captured_already_is_not_copied_again() -> None:

@@ -13,6 +13,7 @@ from helios_jax.errors import InvariantError
 from helios_jax.scheduler import (
     Lane,
     LaneRole,
+    ProgramKind,
     ProgramShape,
     RequestHandle,
     ScheduledPlan,
@@ -24,14 +25,15 @@ from helios_jax.scheduler import (
 from helios_jax.scheduler.retention import CaptureCounts
 from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.state_rows import RowUse
-from tests.unit.checkpoint_toy import SNAPSHOT, asked, captured, hybrid_state, phase_of, run, uses
+from tests.unit.checkpoint_toy import SNAPSHOT, asked, captured, finish_frame, hybrid_state, phase_of, run, uses
+from tests.unit.scheduler_toy import INITIALIZE
 from tests.unit.test_scheduler_invariants import Corruption, column, counter, sealed
 
 
 def busy_rows() -> State:
-    """Row by row: 1 published; 2 being copied for slot 0; 3 guarded and 4 armed for slot 1; 5 armed; 6 free.
+    """Row by row, see the assertion: slot 0 copies, slot 1 has a guard and an armed row, row 1 is published.
 
-    Slot 2 waits for its restore from the checkpoint in row 1, and has row 5 armed.
+    Slot 2 waits for its restore from the checkpoint in row 1.
     """
     state = hybrid_state(6)
     state, first = asked(state, 8, 1)
@@ -40,24 +42,28 @@ def busy_rows() -> State:
     assert phase_of(state, first) is Phase.FREE
     state, handle = asked(state, 10, 4)
     state, _, _ = run(state, lambda s: phase_of(s, handle) is Phase.SNAPSHOT)
-    state, _ = asked(state, 20, 4, message_ends=(5, 12))
+    state, other = asked(state, 20, 4, message_ends=(5, 12))
+    state, plan, fence = submitted(state, INITIALIZE, other)
+    state, _ = finish_frame(state, plan, fence)
     state, _ = asked(state, 12, 4, restored_len=8, restore_from=1)
-    state = snapshot_slot_0(state)
+    state, _, _ = submitted(state, SNAPSHOT, handle)
     assert uses(state) == [
-        RowUse.PUBLISHED, RowUse.COPYING, RowUse.GUARDED, RowUse.ARMED, RowUse.ARMED, RowUse.FREE,
+        RowUse.PUBLISHED, RowUse.COPYING, RowUse.GUARDED, RowUse.ARMED, RowUse.FREE, RowUse.FREE,
     ]  # fmt: skip
     return state
 
 
-def snapshot_slot_0(state: State) -> State:
-    """Commit the snapshot of slot 0, whatever selection would prefer now."""
-    lane = Lane(RequestHandle(0, 2), LaneRole.SNAPSHOT, 10, 0, False, int(state.requests.state_row[0]))
+def submitted(state: State, kind: ProgramKind, handle: RequestHandle) -> tuple[State, ScheduledPlan, int]:
+    """Commit a state operation of one request, whatever selection would prefer now."""
+    slot = handle.slot
+    start, row = int(state.requests.committed_len[slot]), int(state.requests.state_row[slot])
     plan = ScheduledPlan(
-        shape=ProgramShape(SNAPSHOT, 1, 0), lanes=(lane,), epochs=(int(state.requests.epoch[0]),),
-        estimated_duration_ns=1, value_rate=1.0, log_scale=0.0, reason=SelectionReason.ORDINARY,
-        required_empty_queue=True,
+        shape=ProgramShape(kind, 1, 0), lanes=(Lane(handle, LaneRole(kind.value), start, 0, False, row),),
+        epochs=(int(state.requests.epoch[slot]),), estimated_duration_ns=1, value_rate=1.0, log_scale=0.0,
+        reason=SelectionReason.ORDINARY, required_empty_queue=True,
     )  # fmt: skip
-    return commit(state, plan, state.last_fence + 1)
+    fence = state.last_fence + 1
+    return commit(state, plan, fence), plan, fence
 
 
 def kept(**changes: Any) -> Corruption:

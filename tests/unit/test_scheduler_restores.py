@@ -22,11 +22,14 @@ from helios_jax.scheduler import (
 )
 from helios_jax.scheduler.checkpoints import ids_of
 from helios_jax.scheduler.state_rows import RowUse
-from helios_jax.scheduler.types import CheckpointPublished, CheckpointRole, ImageSpan
+from helios_jax.scheduler.types import CheckpointPublished, CheckpointRole
 from tests.unit.checkpoint_toy import (
+    IMAGES,
     asked,
     finish_frame,
     hybrid_state,
+    occupied,
+    ready,
     run,
     submit,
     uses,
@@ -52,23 +55,24 @@ def library() -> State:
 def test_a_restore_pins_its_source_until_it_is_complete() -> None:
     state, handle = asked(library(), 12, 2, restore_from=1, restored_len=8)
     assert state.requests.restore_row[handle.slot] == 1
-    assert state.retention.checkpoints.pins.tolist() == [1], "the other one gave its row to this request's anchor"
-    assert state.retention.checkpoints.demand_ns.tolist() == [state.now_ns]
-    with_other, other = asked(state, 9, 1)
-    assert uses(with_other)[0] is PUBLISHED, "a pinned row is no victim"
+    assert state.retention.checkpoints.pins.tolist() == [1, 0]
+    assert state.retention.checkpoints.demand_ns[0] == state.now_ns
+    squeezed = occupied(state)
+    assert uses(squeezed) == [PUBLISHED, RowUse.PRIVATE]
+    with pytest.raises(CapacityError):
+        occupied(squeezed)  # a pinned row is no victim
     state, plan, fence = submit(state)
     assert [(lane.role, lane.row) for lane in plan.lanes] == [(LaneRole.RESTORE, 1)]
-    assert state.retention.checkpoints.pins.tolist() == [1]
+    assert state.retention.checkpoints.pins.tolist() == [1, 0]
     for ended in (cancel(state, handle), state):
         ended, _ = finish_frame(ended, plan, fence)
-        assert ended.retention.checkpoints.pins.tolist() == [0]
-    assert other.slot == 1
+        assert not ended.retention.checkpoints.pins.any()
 
 
 def test_a_request_that_ends_before_its_restore_unpins_it() -> None:
     state, handle = asked(library(), 12, 2, restore_from=1, restored_len=8)
     state = cancel(state, handle)
-    assert state.retention.checkpoints.pins.tolist() == [0]
+    assert state.retention.checkpoints.pins.tolist() == [0, 0]
     assert not state.retention.pinned.any()
 
 
@@ -88,7 +92,7 @@ def test_restored_tokens_are_neither_captured_nor_counted_again() -> None:
 
 
 def test_evictions_are_counted_by_what_they_free() -> None:
-    state, _ = asked(library(), 9, 1)
+    state = ready(asked(library(), 9, 1)[0])
     counters = snapshot_counters(state)
     assert (counters["checkpoints_evicted"], counters["state_rows_evicted"]) == (1, 1)
     assert (counters["checkpoints_published"], counters["state_rows_free"]) == (1, 0)
@@ -97,8 +101,9 @@ def test_evictions_are_counted_by_what_they_free() -> None:
 
 def test_a_demand_decides_the_next_victim() -> None:
     state = advance_to(library(), 10**9)
-    assert asked(state, 9, 1)[0].retention.checkpoints.ids.tolist() == [2]
-    assert asked(demand_checkpoint(state, 1), 9, 1)[0].retention.checkpoints.ids.tolist() == [1]
+    assert occupied(state).retention.checkpoints.ids.tolist() == [2]
+    assert occupied(demand_checkpoint(state, 1)).retention.checkpoints.ids.tolist() == [1]
+    assert occupied(demand_checkpoint(state, 7)).retention.checkpoints.ids.tolist() == [2], "7 is gone or never was"
 
 
 def test_an_identified_duplicate_frees_its_row() -> None:
@@ -109,11 +114,9 @@ def test_an_identified_duplicate_frees_its_row() -> None:
     assert published(events) == [(8, CheckpointRole.ANCHOR)]
     state = identify_checkpoint(identify_checkpoint(library(), 1, b"a"), 2, b"b")
     assert uses(state) == [PUBLISHED, PUBLISHED]
+    assert identify_checkpoint(state, 9, b"c") is state, "gone, or never was"
     with pytest.raises(InvariantError, match="tokens too"):
         identify_checkpoint(state, 2, b"a")
-
-
-IMAGES = (ImageSpan(2, 6), ImageSpan(8, 12), ImageSpan(13, 15))
 
 
 def windowed(rows: int = 2, **rest: Any) -> tuple[State, RequestHandle]:
@@ -171,6 +174,7 @@ def test_windows_wait_for_a_row_and_are_refused_without_any() -> None:
 
 def test_mandatory_windows_revoke_an_unused_guard() -> None:
     state, guarded = asked(hybrid_state(2), message_ends=(5, 15))
+    state = ready(state)
     assert sorted(uses(state)) == [GUARDED, ARMED]
     state, handle = asked(state, 18, 3, image_spans=IMAGES)
     assert sorted(uses(state)) == [ARMED, RowUse.PRIVATE]
