@@ -211,8 +211,8 @@ class FakeDevice:
             row = numbers[lane.handle]
             tokens = self._emitted(lane.handle, 1 + int(accepted[row]))
             end = self.books.decode(lane, tables.get(lane.handle), len(tokens), uncertain=queued)
-            judgement = {"offered": int(widths[row]) - 1, "accepted": int(accepted[row])}
-            records.append(CompletionRecord(lane.handle, len(tokens), tokens, end, **judgement))
+            judged_rows, kept = int(widths[row]) - 1, int(accepted[row])
+            records.append(CompletionRecord(lane.handle, len(tokens), tokens, end, offered=judged_rows, accepted=kept))
         slots = [lane.handle.slot for lane in rounds]
         planes = survival = None
         if shape.allocation is Allocation.PREFIX_LIMIT:

@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int | str 
     return caught.value.code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("command", [[], ["prepare"], ["serve"], ["inspect"], ["chat"], ["generate"]])
+@pytest.mark.parametrize("command", [[], ["prepare"], ["serve"], ["inspect"], ["chat"], ["generate"], ["simulate"]])
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
