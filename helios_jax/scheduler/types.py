@@ -194,7 +194,8 @@ class ExecutionTiming:
     embedding_delay_ns: int = 0
 
 
-class GeneratedToken(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class GeneratedToken:
     """One committed output token. `index` counts the request's output from 0."""
 
     handle: RequestHandle
