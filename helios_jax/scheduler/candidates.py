@@ -12,14 +12,13 @@ import numpy as np
 
 from helios_jax.scheduler.cost import durations_ms
 from helios_jax.scheduler.lanes import class_sources, lane_tokens, prefix_survival
+from helios_jax.scheduler.packed import PromptRows, packed_cohorts
 from helios_jax.scheduler.service import Rates, current_rates
 from helios_jax.scheduler.speculation import expected_tokens
 from helios_jax.scheduler.state import PROMPT, TERMINAL, State
 from helios_jax.scheduler.utility import (
-    PromptRows,
     Terms,
     Values,
-    packed_cohorts,
     scaled_values,
     undominated,
 )

@@ -29,8 +29,9 @@ from helios_jax.scheduler.candidates import (
     scatter,
 )
 from helios_jax.scheduler.joint import Lanes, best_option, pair_cohorts, prefix_sums
+from helios_jax.scheduler.packed import enabled_cohorts, usable_tokens
 from helios_jax.scheduler.state import DECODE, PROMPT
-from helios_jax.scheduler.utility import enabled_cohorts, undominated, usable_tokens
+from helios_jax.scheduler.utility import undominated
 
 _ALL_OPTIONS = 8  # numbers of new rows that are all tried before a packed prefill; beyond, powers of two
 

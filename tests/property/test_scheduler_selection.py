@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from helios_jax.scheduler import PolicyConfig, ScheduledPlan, SelectionReason, State, new_state, plan_next
+from helios_jax.scheduler.packed import PromptRows, packed_cohorts
 from helios_jax.scheduler.state import Phase
-from helios_jax.scheduler.utility import PromptRows, packed_cohorts, top_cohorts
+from helios_jax.scheduler.utility import top_cohorts
 from tests.unit.scheduler_oracle import Oracle
 from tests.unit.scheduler_toy import admitted, measured, request, small_catalog, small_limits
 

@@ -139,15 +139,14 @@ class PairOracle:
         value = Fraction(self.policy.terminal_value) + price * self.terminal_sigma * (age + first)
         return value + price * rest * (age + first + rest / 2)
 
-    def legal(self, slot: int, tokens: int) -> bool:
-        """Whether a prefill may stop there: not behind the boundary, not inside an image."""
-        spec, at = self.state.specs[slot], int(self.requests.consumed_len[slot]) + tokens
+    def lengths(self, slot: int, most: int, boundary: int | None = None) -> list[int]:
+        """Tokens that one prefill may take: up to the boundary, and to no place inside an image."""
+        spec, consumed = self.state.specs[slot], int(self.requests.consumed_len[slot])
         assert spec is not None
-        inside = any(span.start < at < span.end for span in spec.image_spans)
-        return at <= self.requests.boundary[slot] and not inside
-
-    def lengths(self, slot: int, most: int) -> list[int]:
-        return [tokens for tokens in range(1, most + 1) if self.legal(slot, tokens)]
+        end = int(self.requests.boundary[slot]) if boundary is None else boundary
+        stops = [at for at in range(consumed + 1, min(end, consumed + most) + 1)
+                 if not any(span.start < at < span.end for span in spec.image_spans)]  # fmt: skip
+        return [at - consumed for at in stops]
 
     # ---- cohorts of what follows
 
@@ -247,6 +246,78 @@ class PairOracle:
             found.append(Choice((first,), "", (), self.filled(first, set(ending)), times.known, score))
         return found
 
+    # ---- chains
+
+    def window_from(self, slot: int, first: int) -> int:
+        """Images up to the end of the window that begins with image `first`: as many as the storage holds."""
+        spec, room = self.state.specs[slot], self.state.limits.feature_tokens
+        assert spec is not None
+        sizes = [span.end - span.start for span in spec.image_spans]
+        return max(last for last in range(first, len(sizes) + 1) if sum(sizes[first:last]) <= room)
+
+    def stages_ahead(self, slot: int) -> tuple[list[list[ProgramShape]], int]:
+        """Programs that can serve each stage between the present one and inference, and where that must stop."""
+        spec, requests, catalog = self.state.specs[slot], self.requests, self.state.catalog
+        assert spec is not None
+        images, boundary, ahead = self.images(slot), int(requests.boundary[slot]), []
+        if requests.phase[slot] == Phase.VISION:
+            images = images[1:]
+        elif self.at_window_end(slot):
+            first = int(requests.window_images[slot])
+            last = self.window_from(slot, first)
+            images = [span.end - span.start for span in spec.image_spans[first:last]]
+            boundary = spec.image_spans[last].start if last < len(spec.image_spans) else len(spec.prompt)
+            if requests.phase[slot] == Phase.SNAPSHOT:
+                copies = 1 if requests.state_row[slot] else 0
+                ahead = [catalog.of_kind(ProgramKind.SNAPSHOT)] * copies + [catalog.of_kind(ProgramKind.RESTORE)]
+        vision = catalog.of_kind(ProgramKind.VISION)
+        ahead += [tuple(shape for shape in vision if shape.token_capacity >= size) for size in images]
+        return [list(shapes) for shapes in ahead], boundary
+
+    def continuations(self, slot: int) -> list[tuple[Fraction, Fraction | None]]:
+        """(V, F) of each program that could run the first inference; F is None if a stage is not measured."""
+        ahead, boundary = self.stages_ahead(slot)
+        measured = [[self.duration[shape] for shape in shapes if self.duration[shape] > 0] for shapes in ahead]
+        stages = sum((min(some) for some in measured), Fraction(0)) if all(measured) else None
+        scored, found = bool(self.requests.scored[slot]), []
+        for kind in (ProgramKind.SCORED_PREFILL,) if scored else (ProgramKind.PREFILL, ProgramKind.MIXED):
+            for shape in self.state.catalog.of_kind(kind):
+                room = shape.prefill_capacity or shape.token_capacity
+                values = [self.prompt_value(slot, tokens) for tokens in self.lengths(slot, room, boundary)]
+                if values:
+                    last = self.duration[shape]
+                    found.append((max(values), stages + last if stages is not None and last > 0 else None))
+        return found
+
+    def chain_choices(self) -> list[Choice]:
+        """Requests that need more stages, by V T / (T + F); those that are not measured make a choice of their own."""
+        found = []
+        for kind, phase in PREREQUISITES.items():
+            blocked = [slot for slot in self.in_phase[phase] if self.enables(slot) == LATER]
+            for first in self.state.catalog.of_kind(kind) if blocked else ():
+                found += self.best_chains(first, [slot for slot in blocked if self.fits(first, slot)])
+        return found
+
+    def best_chains(self, first: ProgramShape, blocked: list[int]) -> list[Choice]:
+        time, index = self.duration[first], {}
+        futures = {slot: self.continuations(slot) for slot in blocked}
+        if time > 0:
+            for slot, future in futures.items():
+                rated = [value * time / (time + rest) for value, rest in future if rest is not None]
+                index.update({slot: max(rated)} if rated else {})
+        unknown = [slot for slot in blocked if slot not in index]
+        late = {slot: max(value for value, _ in future) for slot, future in futures.items()}
+        found = []
+        for known, worth, needed in ((True, index, list(index)), (False, late, unknown)):
+            times = Times(time, Fraction(0), known)
+            every = {**worth, **{slot: self.terminal_value(slot, times) for slot in self.ending(first)}}
+            cohorts = [some for some in subsets(list(every), first.batch_capacity) if known or set(some) & set(needed)]
+            best = max(cohorts, key=lambda some: (sum(every[s] for s in some), len(some)), default=())
+            if set(best) & set(needed):
+                score = self.score(sum((every[s] for s in best), Fraction(0)), time, known)
+                found.append(Choice((first,), "", (), self.filled(first, set(best)), known, score))
+        return found
+
     def undominated(self, choices: list[Choice]) -> list[Choice]:
         """Without redundant padding: same kinds, rows and work, no extent smaller and one larger."""
 
@@ -279,8 +350,9 @@ class PairOracle:
         )
 
     def choices(self) -> list[Choice]:
-        """What may win, of pairs and productive prefixes."""
-        kept = self.undominated(self.pair_choices()) + self.undominated(self.prefix_choices())
+        """What may win, of pairs, productive prefixes and chains."""
+        kinds = self.pair_choices(), self.prefix_choices(), self.chain_choices()
+        kept = [choice for every in kinds for choice in self.undominated(every)]
         return [choice for choice in kept if not self.excluded(choice)]
 
 

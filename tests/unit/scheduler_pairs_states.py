@@ -71,7 +71,8 @@ def random_state(
     Args:
         short: Largest number of tokens up to the boundary of a prompt.
     """
-    state = new_state(catalog, small_limits(slots=SLOTS), policy or random_policy(rng))
+    limits = dataclasses.replace(small_limits(slots=SLOTS), feature_tokens=3)
+    state = new_state(catalog, limits, policy or random_policy(rng))
     state = dataclasses.replace(state, now_ns=HOUR_NS)
     chosen = [kinds[0], *(rng.choice(kinds) for _ in range(rng.randint(1, num - 1)))]
     rng.shuffle(chosen)
@@ -147,6 +148,7 @@ def _images(phase: Phase, num: int) -> Callable[..., RequestSpec]:
         if phase == Phase.INITIALIZE:
             requests.boundary[slot] -= requests.consumed_len[slot]
             requests.consumed_len[slot] = 0
+        requests.consumed_len[slot] = max(0, min(requests.consumed_len[slot], requests.boundary[slot] - num))
         requests.phase[slot], requests.window_images[slot] = phase, num
         start = int(requests.consumed_len[slot])
         room = int(requests.boundary[slot]) - start
