@@ -137,9 +137,9 @@ def _serve(state: State, requests: Requests, frame: Frame, end_ns: int) -> None:
 def may_be_over(state: State) -> np.ndarray:
     """bool [slots], requests that the outstanding frames may or may not bring to their output limit.
 
-    Whether such a request has a next step is known at completion only. Hiding it instead, and
-    queueing programs without it, was measured: with rounds of up to four rows and outputs of 60
-    tokens, two frames in flight finished 1.1 % later than one; draining for it, 0.7 % earlier.
+    Whether such a request has a next step is known at completion only, so what names it needs
+    feedback. Queueing programs without it instead costs it a frame for each of its last rounds:
+    docs/LOG.md, "Requests that may be over".
     """
     requests = state.requests
     at_least, at_most = _progress(state)

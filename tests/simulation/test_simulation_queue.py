@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -87,16 +87,20 @@ class MeteredDevice(FakeDevice):
         return done
 
 
-def workload(seed: int, count: int, per_s: float, cancelled: float = 0.2) -> list[Arrival]:
+CONSTRAINTS = [Constraint.NONE] * 6 + [Constraint.GRAMMAR, Constraint.HOST_STOPS, Constraint.NO_LEARNED]
+
+
+def workload(
+    seed: int, count: int, per_s: float, cancelled: float = 0.2, constraints: Sequence[Constraint] = CONSTRAINTS
+) -> list[Arrival]:
     rng, now, arrivals = random.Random(seed), 0.0, []
-    choices = [Constraint.NONE] * 6 + [Constraint.GRAMMAR, Constraint.HOST_STOPS, Constraint.NO_LEARNED]
     for _ in range(count):
         now += rng.expovariate(per_s) * 1e9
         spec = RequestSpec(
             prompt=np.zeros(rng.randint(1, 200), np.int32),
             max_tokens=rng.randint(1, 120),
             stop_token_ids=frozenset({1, 2}),
-            constraints=rng.choice(choices),
+            constraints=rng.choice(constraints),
         )
         cancel = int(now + rng.expovariate(2.0) * 1e9) if rng.random() < cancelled else None
         arrivals.append(Arrival(at_ns=int(now), spec=spec, cancel_ns=cancel))
@@ -104,14 +108,22 @@ def workload(seed: int, count: int, per_s: float, cancelled: float = 0.2) -> lis
 
 
 def simulate(
-    seed: int, count: int, *, per_s: float = 20.0, check: bool = True, frames: int = 2, cancelled: float = 0.2
+    seed: int,
+    count: int,
+    *,
+    per_s: float = 20.0,
+    check: bool = True,
+    frames: int = 2,
+    cancelled: float = 0.2,
+    constraints: Sequence[Constraint] = CONSTRAINTS,
+    host_ns: int = 200_000,
 ) -> tuple[Simulation, Ledger]:
     ledger = Ledger()
     limits = Limits(slots=4, pages=100, page_size=16, max_context=400, draft_extent=4, frames=frames)
     policy = PolicyConfig(estimate_ttl_ns=1_500 * MS)
     sampler = AcceptanceSampler(AcceptanceTable("test", (0.6, 0.4, 0.25), "mtp"), seed)
-    device = MeteredDevice(ledger, jitter=0.1, seed=seed, slots=4, sampler=sampler)
-    arrivals = workload(seed, count, per_s, cancelled)
+    device = MeteredDevice(ledger, jitter=0.1, seed=seed, slots=4, sampler=sampler, host_ns=host_ns)
+    arrivals = workload(seed, count, per_s, cancelled, constraints)
     simulation = Simulation(Scheduler(catalog(), limits, policy), device, arrivals, check=check)
     simulation.run()
     return simulation, ledger
@@ -167,3 +179,18 @@ def test_the_second_frame_hides_the_host() -> None:
         ends.append(simulation.clock.now_ns)
     print(f"finished after {ends[0] / 1e9:.3f} s with one frame, {ends[1] / 1e9:.3f} s with two")
     assert ends[1] < 0.85 * ends[0]
+
+
+@pytest.mark.slow
+def test_the_second_frame_hides_the_host_with_rounds_too() -> None:
+    """Rounds of up to four rows, outputs of about 60 tokens, 1 ms of host work a frame of about 9 ms: 22.6 s for 23.2 s."""
+    seconds = [0.0, 0.0]
+    for seed in range(30, 36):
+        for index, frames in enumerate((1, 2)):
+            simulation, _ = simulate(
+                seed, 40, per_s=50.0, check=False, frames=frames, cancelled=0.0, constraints=[Constraint.NONE],
+                host_ns=MS,
+            )  # fmt: skip
+            seconds[index] += simulation.clock.now_ns / 1e9
+    print(f"{seconds[0]:.3f} s with one frame in flight, {seconds[1]:.3f} s with two")
+    assert seconds[1] < seconds[0]

@@ -309,3 +309,19 @@ def test_an_acceptance_probe_pays_its_own_ledger_once() -> None:
     assert state.ledgers.learning.balance_ns == -4 * MS
     assert state.ledgers.refresh.spent_ns == 0
     assert state.ledgers.refresh.ordinary_ns == 495_000_000
+
+
+@pytest.mark.parametrize(
+    ("timing", "earned_ns"),
+    [
+        (ExecutionTiming((6 * MS, 7 * MS), 9 * MS), 9 * MS),  # isolated: the larger of device and wall
+        (ExecutionTiming((7 * MS, 9 * MS), 8 * MS), 9 * MS),
+        (ExecutionTiming((6 * MS, 7 * MS), 9 * MS, queued=True), 7 * MS),  # queued: the largest device interval
+        (ExecutionTiming((7 * MS,), 7 * MS, embedding_delay_ns=5 * MS), 7 * MS),  # readiness stalls are physical time
+        (ExecutionTiming((0, -5), 9 * MS), 0),  # no valid timing earns nothing
+    ],
+)
+def test_ordinary_executions_earn_their_physical_time(timing: ExecutionTiming, earned_ns: int) -> None:
+    state, plan = run(three_decoders(), timing)
+    assert plan.reason is ORDINARY
+    assert (state.ledgers.refresh.balance, state.ledgers.learning.balance) == (earned_ns, earned_ns)
