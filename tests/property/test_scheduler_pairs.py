@@ -103,7 +103,7 @@ def test_every_pair_has_the_score_of_its_best_cohort(unmeasured: float) -> None:
     expected = {(kind, *case) for kind in first for case in cases}
     expected |= {("snapshot", "decode", ""), ("snapshot", "mixed", "absent"), ("snapshot", "mixed", "ready")}
     assert set(seen) == expected | {("snapshot", "")}
-    assert min(seen.values()) >= 5, seen
+    assert min(seen.values()) >= 3, seen
 
 
 @pytest.mark.slow
