@@ -183,7 +183,7 @@ def test_the_second_frame_hides_the_host() -> None:
 
 @pytest.mark.slow
 def test_the_second_frame_hides_the_host_with_rounds_too() -> None:
-    """Rounds of up to four rows, outputs of about 60 tokens, 1 ms of host work a frame of about 9 ms: 22.6 s for 23.2 s."""
+    """Rounds of up to four rows, outputs of about 60 tokens, 1 ms of host work a frame of 9 ms: 22.6 s for 23.2."""
     seconds = [0.0, 0.0]
     for seed in range(30, 36):
         for index, frames in enumerate((1, 2)):
