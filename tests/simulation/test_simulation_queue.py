@@ -144,7 +144,7 @@ def test_exploration_stays_within_its_bounds(seed: int, count: int, check: bool)
     print(f"{ledger.frames} frames, {ledger.queued} queued, {dict(ledger.episodes)}")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_cancellation_at_any_moment_leaves_nothing_behind(seed: int) -> None:
     """Half of the requests are cancelled at random: waiting, in the first frame, in both."""
     simulation, _ = simulate(10 + seed, 25, per_s=10.0, cancelled=0.5)
@@ -160,7 +160,7 @@ def test_cancellation_at_any_moment_leaves_nothing_behind(seed: int) -> None:
 
 def test_output_does_not_depend_on_the_window() -> None:
     """One frame in flight or two: the same tokens."""
-    runs = [simulate(20, 20, per_s=50.0, cancelled=0.0, frames=frames) for frames in (1, 2)]
+    runs = [simulate(20, 12, per_s=50.0, cancelled=0.0, frames=frames) for frames in (1, 2)]
     tokens = [[request.tokens for request in simulation.requests] for simulation, _ in runs]
     assert tokens[0] == tokens[1]
     assert runs[0][1].queued == 0 < runs[1][1].queued
@@ -173,7 +173,7 @@ def test_the_second_frame_hides_the_host() -> None:
         limits = Limits(slots=4, pages=100, page_size=16, max_context=400, frames=frames)
         scheduler = Scheduler(serving_catalog(max_slots=4, prefill_chunk=128), limits)
         device = MeteredDevice(Ledger(), host_ns=2 * MS)
-        spec = RequestSpec(prompt=np.zeros(10, np.int32), max_tokens=200)
+        spec = RequestSpec(prompt=np.zeros(10, np.int32), max_tokens=100)
         simulation = Simulation(scheduler, device, [Arrival(at_ns=0, spec=spec)] * 4)
         simulation.run()
         ends.append(simulation.clock.now_ns)
