@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -47,6 +47,7 @@ from helios_jax.scheduler import (
 )
 from helios_jax.scheduler.catalog import Allocation, ProposalSource
 from helios_jax.scheduler.programs import packed_rows
+from helios_jax.scheduler.speculation import LEARNED
 from helios_jax.scheduler.state import Phase
 from helios_jax.simulation.profiles import Work
 from tests.unit.scheduler_toy import measured
@@ -135,8 +136,14 @@ class World:
         while (plan := plan_next(self.state)) is not None:
             self.state = commit(self.state, plan, self.state.last_fence + 1)
             self._flying.append((plan, self.state.now_ns))
-        if not self._flying:
-            return None
+        return self._complete_oldest() if self._flying else None
+
+    def drain(self) -> None:
+        """Complete what is in flight and submit nothing."""
+        while self._flying:
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> Ran:
         plan, submitted_ns = self._flying.popleft()
         fence = self.state.last_fence - len(self._flying)
         start_ns = max(self._free_ns, submitted_ns)
@@ -166,7 +173,8 @@ class World:
         return self.run(until=lambda world: len(world.ran) >= end)
 
     def idle_until(self, now_ns: int) -> None:
-        """Nothing happens until then."""
+        """Nothing is submitted until then."""
+        self.drain()
         self.state = advance_to(self.state, now_ns)
 
     @property
@@ -241,8 +249,16 @@ class World:
         return [granted.get(lane.handle, lane.length) for lane in plan.lanes], confidence
 
 
-def of_kind(shapes: Iterable[ProgramShape], *kinds: ProgramKind) -> list[ProgramShape]:
-    return [shape for shape in shapes if shape.kind in kinds]
+def preseed(world: World, handle: RequestHandle, accepted: int) -> None:
+    """An acceptance history as after long service: exactly `accepted` drafts, full weight."""
+    old = world.state.acceptance
+    mean, weight = old.accept_mean.copy(), old.accept_weight.copy()
+    mean[handle.slot, LEARNED] = np.arange(old.depth) < accepted
+    weight[handle.slot, LEARNED] = 128.0
+    for column in (mean, weight):
+        column.setflags(write=False)
+    acceptance = dataclasses.replace(old, accept_mean=mean, accept_weight=weight)
+    world.state = dataclasses.replace(world.state, acceptance=acceptance)
 
 
 def decode(*rows: int) -> list[ProgramShape]:

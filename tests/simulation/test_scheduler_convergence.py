@@ -28,7 +28,10 @@ from tests.simulation.scenario_kit import (
     decode,
     decoding,
     initialize,
+    mixed,
     prefill,
+    preseed,
+    rounds,
     spec,
 )
 
@@ -154,6 +157,9 @@ def started(
     )  # fmt: skip
     handles = world.arrive(*[spec(64, ENDLESS)] * decoders)
     world.run(until=decoding)
+    if world.state.acceptance.depth:
+        for handle in handles:
+            preseed(world, handle, accepts[handle.slot])
     world.state = dataclasses.replace(world.state, policy=policy)
     return world, handles + world.arrive(*[spec(ENDLESS, 1)] * prompts)
 
@@ -198,28 +204,72 @@ def worst_error(measured: np.ndarray, optimum: np.ndarray) -> float:
     return float(np.abs(measured / optimum - 1).max())
 
 
-# (beta, f, g): the defaults without delivery prices, tokens only, deliveries dear, no intrinsic output value.
+# (beta, f, g): the defaults without age, tokens only, deliveries dear, no intrinsic output value.
 WEIGHTS = [(64.0, 16.0, 4.0), (1.0, 16.0, 0.0), (4.0, 100.0, 50.0), (0.0, 1.0, 1.0)]
+SOME_WEIGHTS = [weights if number in (0, 2) else pytest.param(*weights, marks=pytest.mark.slow)
+                for number, weights in enumerate(WEIGHTS)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("beta", "f", "g"), WEIGHTS)
-def test_rates_of_three_decoders_and_two_prompts(beta: float, f: float, g: float) -> None:
-    """tau = 1000 ms, so a = 0.075 for a prompt chunk. Measured: rates within 2.2 to 3.9 %, allowed 5 %."""
+def check_rates(
+    shapes: Catalog, times: dict[str, float], prompts: int, accepts: list[int], weights: tuple[float, float, float],
+    *, missing: float,
+) -> None:  # fmt: skip
+    """Three decoders and some prompts: rates within 5 % of the optimum, utility within `missing` times f or g."""
+    beta, f, g = weights
     policy = slow_policy(output_token_value=beta, token_fairness=f, delivery_fairness=g)
-    reference = problem(PLAIN, PLAIN_MS, 3, 2, policy, [0] * 5)
+    reference = problem(shapes, times, 3, prompts, policy, accepts)
     _, x, z = reference.solve()
-    measured_x, measured_z, _ = long_run(PLAIN, PLAIN_MS, 3, 2, policy, [0] * 5, settle_ms=3000, measure_ms=5000)
-    assert worst_error(measured_x, x) < 0.05
-    assert worst_error(measured_z[:3], z[:3]) < 0.05
-    assert reference.utility(x, z) >= reference.utility(measured_x, measured_z) - 1e-9  # the reference is the optimum
-    # The largest weight of a logarithm bounds how much a few percent of every rate can matter.
-    assert reference.utility(x, z) - reference.utility(measured_x, measured_z) < 0.003 * max(f, g)
+    mine_x, mine_z, _ = long_run(shapes, times, 3, prompts, policy, accepts, settle_ms=3000, measure_ms=5000)
+    assert worst_error(mine_x, x) < 0.05
+    assert worst_error(mine_z[:3], z[:3]) < 0.05
+    optimum, reached = reference.utility(x, z), reference.utility(mine_x, mine_z)
+    assert -1e-6 <= optimum - reached < missing * max(f, g)  # and the reference really is the optimum
+
+
+@pytest.mark.parametrize(("beta", "f", "g"), SOME_WEIGHTS)
+def test_rates_of_three_decoders_and_two_prompts(beta: float, f: float, g: float) -> None:
+    """tau = 1000 ms, so a = 0.075 for a prompt chunk. Measured: rates within 0.4 to 3.9 %."""
+    check_rates(PLAIN, PLAIN_MS, 2, [0] * 5, (beta, f, g), missing=0.003)
+
+
+def shape_ms(shape: ProgramShape) -> float:
+    """A part for the launch, one for each target row, proposal and prompt token."""
+    rows = 0.35 * shape.batch_capacity * max(1, shape.token_capacity)
+    match shape.kind:
+        case ProgramKind.PREFILL:
+            return 3.0 + 0.047 * shape.token_capacity
+        case ProgramKind.SPECULATIVE | ProgramKind.DECODE:
+            return 4.0 + rows + 0.5 * shape.proposal_depth
+        case ProgramKind.MIXED:
+            return 5.0 + rows + 0.045 * shape.prefill_capacity
+    return 0.1
+
+
+@pytest.mark.parametrize(("beta", "f", "g"), SOME_WEIGHTS)
+def test_rates_with_unequal_acceptance(beta: float, f: float, g: float) -> None:
+    """Bursts of 1 to 4 tokens: token and delivery rates differ, and three decoders accept 3, 0 and 1 drafts.
+
+    Funded acceptance learning takes its 1 % beside them. Measured: rates within 0.6 to 2.5 %; where deliveries
+    are dear the optimum mixes rounds of one and of two target rows, and so does the policy.
+    """
+    widths = [(rows, width) for rows in (1, 2, 4) for width in (1, 2, 4)]
+    shapes = catalog(initialize(4), prefill((1, 64), (1, 256)), rounds(*widths))
+    check_rates(shapes, {s.name: shape_ms(s) for s in shapes}, 1, [3, 0, 1, 0], (beta, f, g), missing=0.01)
+
+
+@pytest.mark.parametrize(("beta", "f", "g"), SOME_WEIGHTS)
+def test_rates_with_mixed_programs(beta: float, f: float, g: float) -> None:
+    """Decode, prefill and mixed programs; optima use one to two of them. Measured: rates within 0 to 2.1 %."""
+    shapes = catalog(
+        initialize(4), prefill((1, 64), (1, 256)), decode(1, 2, 4), mixed((2, 1, 64), (4, 1, 64), (4, 1, 256))
+    )
+    check_rates(shapes, {s.name: shape_ms(s) for s in shapes}, 1, [0] * 4, (beta, f, g), missing=0.003)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("beta", "f", "g"), WEIGHTS)
+@pytest.mark.parametrize(("beta", "f", "g"), WEIGHTS[::2])
 def test_the_bias_vanishes_with_slower_adaptation(beta: float, f: float, g: float) -> None:
-    """tau = 4000 ms, a = 0.019. Measured: rates within 0.2 to 0.9 %, a quarter of the error at tau = 1000."""
+    """tau = 4000 ms, a = 0.019. Measured: rates within 0.7 to 0.9 %, a quarter of the error at tau = 1000."""
     policy = slow_policy(output_token_value=beta, token_fairness=f, delivery_fairness=g, adaptation_ms=4000.0)
     _, x, _ = problem(PLAIN, PLAIN_MS, 3, 2, policy, [0] * 5).solve()
     measured_x, _, _ = long_run(PLAIN, PLAIN_MS, 3, 2, policy, [0] * 5, settle_ms=14_000, measure_ms=20_000)

@@ -21,11 +21,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from helios_jax.scheduler import Catalog, ProgramKind, ProgramShape, RequestHandle, SelectionReason
+from helios_jax.scheduler import Catalog, ProgramKind, ProgramShape, SelectionReason
 from helios_jax.scheduler.catalog import Allocation, speculative_shapes
-from helios_jax.scheduler.speculation import LEARNED
 from helios_jax.simulation.profiles import ProfileCosts, Work, load_profile
-from tests.simulation.scenario_kit import MS, World, catalog, decode, initialize, prefill, spec
+from tests.simulation.scenario_kit import MS, World, catalog, decode, initialize, prefill, preseed, spec
 from tests.unit.simulation_toy import shared_data
 
 SINGLE_ROWS = prefill((1, 64), (1, 128), (1, 256), (1, 512))
@@ -70,19 +69,6 @@ class Trace:
         return int(np.ptp(self.gained[hundred]))
 
 
-def preseed(world: World, handles: list[RequestHandle], accepted: int) -> None:
-    """Acceptance histories as after long service: exactly `accepted` drafts, full weight."""
-    old = world.state.acceptance
-    mean, weight = old.accept_mean.copy(), old.accept_weight.copy()
-    slots = [handle.slot for handle in handles]
-    mean[slots, LEARNED] = np.arange(old.depth) < accepted
-    weight[slots, LEARNED] = 128.0
-    for column in (mean, weight):
-        column.setflags(write=False)
-    acceptance = dataclasses.replace(old, accept_mean=mean, accept_weight=weight)
-    world.state = dataclasses.replace(world.state, acceptance=acceptance)
-
-
 def startup(
     shapes: Catalog, durations: Callable[[ProgramShape, Work], float], requests: int, accepted: int, preseeded: bool,
     *, hundreds: int = 1, frames: int = 2,
@@ -90,7 +76,8 @@ def startup(
     world = World(shapes, durations, slots=16, accepts=lambda _: accepted, frames=frames)
     handles = world.arrive(*[spec(64)] * requests)
     if preseeded:
-        preseed(world, handles, accepted)
+        for handle in handles:
+            preseed(world, handle, accepted)
     streams = [world.streams[handle] for handle in handles]
     world.run(until=lambda _: all(stream.bursts for stream in streams), most=1000)
     gained = []
