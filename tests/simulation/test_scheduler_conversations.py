@@ -16,6 +16,7 @@ import pytest
 
 from helios_jax.errors import CapacityError
 from helios_jax.scheduler import (
+    Catalog,
     CheckpointPublished,
     CompletionRecord,
     ExecutionTiming,
@@ -23,6 +24,8 @@ from helios_jax.scheduler import (
     GeneratedToken,
     Lane,
     LaneRole,
+    ProgramKind,
+    ProgramShape,
     RequestHandle,
     RequestSpec,
     ScheduledPlan,
@@ -37,8 +40,10 @@ from helios_jax.scheduler import (
     identify_checkpoint,
     plan_next,
 )
+from helios_jax.scheduler.catalog import ProposalSource, mixed_shapes
+from helios_jax.scheduler.programs import KINDS
 from helios_jax.scheduler.state_rows import RowUse
-from tests.unit.checkpoint_toy import hybrid_state
+from tests.unit.checkpoint_toy import hybrid_catalog, hybrid_state
 from tests.unit.scheduler_toy import MS
 
 Tokens = tuple[int, ...]
@@ -65,7 +70,7 @@ class RecurrentDevice:
         self.rows: list[Tokens | None] = [None] * (rows + 1)
 
     def run(self, lane: Lane, prompt: Tokens) -> CompletionRecord:
-        slot, sampled = lane.handle.slot, ()
+        slot, sampled, accepted = lane.handle.slot, (), 0
         match lane.role:
             case LaneRole.INITIALIZE:
                 self.slots[slot] = ()
@@ -76,11 +81,18 @@ class RecurrentDevice:
             case LaneRole.PROMPT:
                 self.slots[slot] = self._of(slot) + prompt[lane.start : lane.start + lane.length]
             case LaneRole.DECODE:
-                self.slots[slot] = (*self._of(slot), self.pending[slot])
+                tokens = (*self._of(slot), self.pending[slot])
+                accepted = hash(tokens) % lane.length  # of the proposals under the lane's ceiling
+                sampled = cold_answer(tokens, accepted)
+                self.slots[slot] = tokens + sampled
         if lane.emits:
             self.pending[slot] = next_token(self._of(slot))
-            sampled = (self.pending[slot],)
-        return CompletionRecord(lane.handle, lane.length, sampled, len(self._of(slot)))
+            sampled = (*sampled, self.pending[slot])
+        if lane.role is not LaneRole.DECODE:
+            return CompletionRecord(lane.handle, lane.length, sampled, len(self._of(slot)))
+        offered = lane.length - 1
+        end = len(self._of(slot))
+        return CompletionRecord(lane.handle, len(sampled), sampled, end, offered=offered, accepted=accepted)
 
     def _of(self, slot: int) -> Tokens:
         tokens = self.slots[slot]
@@ -191,12 +203,21 @@ def test_ten_turns_restore_what_the_last_one_left(fraction: float) -> None:
         conversation = (*turn.prompt, *turn.answer)
 
 
-@pytest.mark.parametrize("seed", range(6))
+SPECULATIVE = (
+    ProgramShape(ProgramKind.SPECULATIVE, 4, 1, 0, 4, proposal_source=ProposalSource.LEARNED),
+    ProgramShape(ProgramKind.SPECULATIVE, 4, 3, 2, 12, proposal_source=ProposalSource.LEARNED),
+    *mixed_shapes(max_slots=4, buckets=(64,), draft_tokens=2, token_capacity=12),
+)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 @pytest.mark.parametrize("rows", [1, 2, 5, 12])
-def test_cached_answers_equal_cold_ones(seed: int, rows: int) -> None:
+@pytest.mark.parametrize("more", [(), SPECULATIVE], ids=["plain", "speculative"])
+def test_cached_answers_equal_cold_ones(seed: int, rows: int, more: tuple[ProgramShape, ...]) -> None:
     """Concurrent conversations with a shared system prompt, aborts and edited history, at every size of the pool."""
     random_ = random.Random(100 * rows + seed)
-    host = Host(hybrid_state(rows, fraction=random_.choice([0.0, 0.05, 1.0, 5.0])))
+    fraction, catalog = random_.choice([0.0, 0.05, 1.0, 5.0]), Catalog((*hybrid_catalog(), *more))
+    host = Host(hybrid_state(rows, fraction=fraction, catalog=catalog))
     system = tuple(random_.randrange(VOCABULARY) for _ in range(6))
     talks: list[tuple[Tokens, tuple[int, ...]]] = [(system, (len(system),)) for _ in range(5)]
     served: list[Turn] = []
@@ -220,6 +241,8 @@ def test_cached_answers_equal_cold_ones(seed: int, rows: int) -> None:
         cold = cold_answer(turn.prompt, turn.length)
         assert tuple(turn.answer) == (cold if turn.abort_after is None else cold[: len(turn.answer)])
     assert rows < 5 or any(turn.restored_len for turn in served)
+    kinds = dict(zip(KINDS, host.state.counters.programs, strict=True))
+    assert all((kinds[kind] > 0) == bool(more) for kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED))
     assert {RowUse(int(use)) for use in host.state.retention.rows.use} <= {RowUse.FREE, RowUse.PUBLISHED}
     for key, row in zip(host.state.retention.checkpoints.keys, host.state.retention.checkpoints.rows, strict=True):
         assert host.device.rows[row] == key, "every published row still holds its prefix"
