@@ -39,9 +39,10 @@ class Calibration:
         """Calibrated probabilities of raw confidences."""
         return 1.0 / (1.0 + np.exp(-(self.scale * logit(np.asarray(confidence)) + self.shift)))
 
-    def raw_logit(self, calibrated: np.ndarray) -> np.ndarray:
-        """The raw log-odds behind confidences that the device has mapped with the present parameters."""
-        return (logit(np.asarray(calibrated, np.float64)) - self.shift) / self.scale
+    def raw_logit(self, calibrated: np.ndarray, mapped: tuple[float, float] | None = None) -> np.ndarray:
+        """The raw log-odds behind confidences that the device mapped with `mapped` (None: the present parameters)."""
+        scale, shift = mapped or (self.scale, self.shift)
+        return (logit(np.asarray(calibrated, np.float64)) - shift) / scale
 
     def observe(self, raw_logits: np.ndarray, accepted: int) -> None:
         """One lane of a round: the proposals before `accepted` were right, the next one was not.

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from helios_jax.aot.abi import Dims, Layout, completion_layout, control_layout
+from helios_jax.engine.drafting import Drafting
 from helios_jax.engine.request import Sequence
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
+from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSource
 from helios_jax.scheduler.types import CompletionRecord, Lane, LaneRole, RequestHandle, ScheduledPlan
 
 PageTable = Callable[[RequestHandle], np.ndarray]
@@ -31,8 +32,9 @@ NEUTRAL = {"top_p": 1.0, "repetition_penalty": 1.0}  # of inactive rows; all oth
 class FrameBuilder:
     """Packs and unpacks the vectors of one core; layouts are computed once a shape."""
 
-    def __init__(self, dims: Dims) -> None:
+    def __init__(self, dims: Dims, drafting: Drafting | None = None) -> None:
         self.dims = dims
+        self._drafting = drafting
         self._control: dict[ProgramShape, Layout] = {}
         self._completion: dict[ProgramShape, Layout] = {}
 
@@ -57,7 +59,9 @@ class FrameBuilder:
         for row, lane in enumerate(plan.lanes):
             pages = page_table(lane.handle)
             fields["page_table"][row, : len(pages)] = pages
-        if shape.kind is not ProgramKind.DECODE:
+        if shape.kind is ProgramKind.SPECULATIVE:
+            self._round(fields, plan)
+        elif shape.kind is not ProgramKind.DECODE:
             self._prompt(fields, plan.lanes, sequences)
         wanted = any(lane.emits and sequences[lane.handle].params.logprobs is not None for lane in plan.lanes)
         fields["want_logprobs"][0] = wanted
@@ -79,6 +83,24 @@ class FrameBuilder:
             bias = params.logit_bias or {}
             fields["bias_ids"][row, : len(bias)] = list(bias.keys())
             fields["bias_values"][row, : len(bias)] = list(bias.values())
+
+    def _round(self, fields: Fields, plan: ScheduledPlan) -> None:
+        """Ceilings of the lanes, the source's map, and the tokens of a copy round."""
+        source = plan.shape.proposal_source
+        for row, lane in enumerate(plan.lanes):
+            fields["limit"][row] = lane.length
+        if not plan.shape.proposal_depth:
+            return
+        assert self._drafting is not None  # a core with proposals has an engine with drafting
+        fields["calibration"][:] = self._drafting.calibration(source)
+        if source is not ProposalSource.COPY:
+            return
+        fields["proposal"][:] = -1
+        for row, lane in enumerate(plan.lanes):
+            tokens, confidence = self._drafting.copies(lane.handle)
+            tokens = tokens[: plan.shape.proposal_depth]
+            fields["proposal"][row, : len(tokens)] = tokens
+            fields["confidence"][row] = confidence[: plan.shape.proposal_depth]
 
     def _prompt(self, fields: Fields, lanes: tuple[Lane, ...], sequences: Mapping[RequestHandle, Sequence]) -> None:
         offset = 0
@@ -108,6 +130,8 @@ class FrameBuilder:
         layout = self._completion.get(shape) or self._completion.setdefault(shape, completion_layout(shape, self.dims))
         fields = layout.split(ints, floats)
         slots = fields["slot"].tolist()
+        if shape.kind is ProgramKind.SPECULATIVE:
+            return self._round_records(plan, fields, slots), fields
         if shape.kind is ProgramKind.INITIALIZE:
             tokens, lengths, status = [-1] * len(slots), [0] * len(slots), [0] * len(slots)
         else:
@@ -130,3 +154,27 @@ class FrameBuilder:
                 )
             )
         return tuple(records), fields
+
+    def _round_records(self, plan: ScheduledPlan, fields: Fields, slots: list[int]) -> tuple[CompletionRecord, ...]:
+        names = ("num_tokens", "offered", "accepted", "committed_len", "status")
+        columns = zip(*(fields[name].tolist() for name in names), strict=True)
+        records = []
+        for lane, slot, tokens, values in zip(plan.lanes, slots, fields["tokens"].tolist(), columns, strict=False):
+            count, offered, accepted, committed, status = values
+            if slot != lane.handle.slot:
+                raise InvariantError(f"{plan.shape.name} answers for slot {slot}, not {lane.handle.slot}")
+            emitted = tuple(tokens[:count])
+            if status == 0 and not all(0 <= token < self.dims.vocab_size for token in emitted):
+                raise InvariantError(f"{plan.shape.name} sampled {emitted}, vocabulary {self.dims.vocab_size}")
+            records.append(
+                CompletionRecord(
+                    handle=lane.handle,
+                    consumed=count,
+                    tokens=emitted if status == 0 else (),
+                    committed_len=committed,
+                    valid=status == 0,
+                    offered=offered,
+                    accepted=accepted,
+                )
+            )
+        return tuple(records)

@@ -19,7 +19,7 @@ from helios_jax.engine.outputs import RequestMetrics
 from helios_jax.engine.params import SamplingParams
 from helios_jax.engine.request import Request, Sequence, Sink
 from helios_jax.errors import RequestError
-from helios_jax.scheduler.types import Limits, RequestSpec
+from helios_jax.scheduler.types import Constraint, Limits, RequestSpec
 from helios_jax.text.detokenizer import Detokenizer
 from helios_jax.text.stops import StopBuffer
 
@@ -103,6 +103,7 @@ class Intake:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_token_ids=frozenset(stop_ids),
             scored=params.prompt_logprobs is not None and index == 0,  # one sequence scores for all
+            constraints=_constraints(params),
         )
         return Sequence(
             request=request,
@@ -167,6 +168,15 @@ class Intake:
         except OverflowError:
             return False
         return not len(values) or bool(values.min() >= 0 and values.max() < self.vocab_size)
+
+
+def _constraints(params: SamplingParams) -> Constraint:
+    """What of the settings restricts the request's programs, or what others may learn from it."""
+    constraints = Constraint.HOST_STOPS if params.stop else Constraint.NONE
+    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    if penalised or params.logit_bias:
+        constraints |= Constraint.TARGET_ONLY  # they act on the target, where no draft sees them
+    return constraints
 
 
 def _is_integer_type(kind: type) -> bool:

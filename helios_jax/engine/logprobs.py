@@ -28,15 +28,15 @@ def token_logprobs(
 
 
 def sampled_logprobs(
-    fields: dict[str, np.ndarray], row: int, token: int, count: int, decode: Callable[[int], str]
+    fields: dict[str, np.ndarray], index: tuple[int, ...], token: int, count: int, decode: Callable[[int], str]
 ) -> TokenLogprobs:
-    """Of the token that lane `row` sampled."""
+    """Of one sampled token; `index` is (row,), in a round (row, number of the token)."""
     return token_logprobs(
         token,
-        float(fields["logprob"][row]),
-        int(fields["rank"][row]),
-        fields["top_ids"][row],
-        fields["top_logprobs"][row],
+        float(fields["logprob"][index]),
+        int(fields["rank"][index]),
+        fields["top_ids"][index],
+        fields["top_logprobs"][index],
         count,
         decode,
     )

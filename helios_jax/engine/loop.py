@@ -26,8 +26,9 @@ from typing import Any
 
 from helios_jax.config import EngineConfig, cache_dir
 from helios_jax.engine.board import ABORT, Board
+from helios_jax.engine.drafting import Drafting
 from helios_jax.engine.failure import EventLog, dump
-from helios_jax.engine.frames import FrameBuilder
+from helios_jax.engine.frames import Fields, FrameBuilder
 from helios_jax.engine.heartbeat import DEVICE, HOST, IDLE, EngineHealth, Heartbeat
 from helios_jax.engine.publication import Publisher
 from helios_jax.engine.request import Request, Sequence
@@ -39,6 +40,7 @@ from helios_jax.scheduler.preferences import policy_preset
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.types import (
     CompletionRecord,
+    Event,
     ExecutionTiming,
     FinishReason,
     RequestHandle,
@@ -59,6 +61,7 @@ class _Submitted:
     plan: ScheduledPlan
     in_flight: Any
     host_ns: int
+    mapped: tuple[float, float]  # the calibration of its proposals
 
 
 class Engine:
@@ -86,7 +89,8 @@ class Engine:
         self.heartbeat = Heartbeat(clock, config.ready_timeout_s)
         self.events = EventLog()
         self.failure: BaseException | None = None
-        self._builder = FrameBuilder(core.dims)
+        self._drafting = Drafting(core.catalog)
+        self._builder = FrameBuilder(core.dims, self._drafting)
         self._publisher = Publisher(tokenizer.decode_token, core.source_info.eos_token_ids)
         self._trace = TraceWriter(config.trace) if config.trace else None
         self._waiting: collections.deque[Sequence] = collections.deque()
@@ -127,6 +131,7 @@ class Engine:
             requests=self.board.snapshot(),
             scheduler=counters,
             compiles_after_ready=self.core.compiles_after_ready(),
+            rounds=self._drafting.snapshot(),
         )
 
     def drain(self, timeout_s: float | None) -> bool:
@@ -230,7 +235,8 @@ class Engine:
             metrics.first_scheduled_ns = metrics.first_scheduled_ns or self.scheduler.state.now_ns
         self.heartbeat.enter(DEVICE, f"fence {self._fence}, {plan.shape.name}")
         in_flight = self.core.runner.submit(plan.shape, ints, floats)
-        return _Submitted(self._fence, plan, in_flight, time.perf_counter_ns() - self._host_since)
+        mapped = self._drafting.calibration(plan.shape.proposal_source)
+        return _Submitted(self._fence, plan, in_flight, time.perf_counter_ns() - self._host_since, mapped)
 
     def _complete(self, frame: _Submitted) -> None:
         waited_from = time.perf_counter_ns()
@@ -241,7 +247,7 @@ class Engine:
         self._take_commands()  # an abort that came before the completion suppresses its tokens
         self.scheduler.advance_to(self.clock())
         records, fields = self._builder.completion(frame.plan, ints, floats)
-        events = self.scheduler.complete(frame.fence, records, timing)
+        events = self._account_records(frame, records, fields, timing)
         self.events.note(self.scheduler.state.now_ns, "complete", (frame.fence, events))
         effects = self._publisher.apply(frame.plan, events, fields, self._running, self.scheduler.state.now_ns)
         if effects.published:
@@ -251,9 +257,22 @@ class Engine:
             self.scheduler.finish(sequence.handle, FinishReason.STOP)
         for sequence in effects.ended:
             self._retire(sequence)
+        served = (self._running.get(lane.handle) for lane in frame.plan.lanes if lane.emits)
+        self._drafting.offer((sequence for sequence in served if sequence), self.scheduler.offer_copy)
         frame.host_ns += time.perf_counter_ns() - host_from
         self.board.totals.generation_tokens += effects.tokens
         self._account(frame, timing, requests, host_from - waited_from)
+
+    def _account_records(
+        self, frame: _Submitted, records: tuple[CompletionRecord, ...], fields: Fields, timing: ExecutionTiming
+    ) -> tuple[Event, ...]:
+        """Complete the fence in the way of its program: proposals come with their sidecars."""
+        if not frame.plan.shape.proposal_depth:
+            return self.scheduler.complete(frame.fence, records, timing)
+        confidence, survival = fields["confidence"], fields["survival"]
+        events = self.scheduler.complete_packed_round_with_survival(frame.fence, records, timing, confidence, survival)
+        self._drafting.observe(frame.plan, records, confidence[0], frame.mapped)
+        return events
 
     def _account(self, frame: _Submitted, timing: ExecutionTiming, requests: list[str], wait_ns: int) -> None:
         totals = self.board.totals
@@ -268,6 +287,7 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         assert sequence.handle is not None
         del self._running[sequence.handle]
+        self._drafting.forget(sequence.handle)
         request = sequence.request
         if request.is_finished:
             reason = request.sequences[0].finish_reason or ""
@@ -292,6 +312,7 @@ class Engine:
             if sequence.handle in self._running:
                 self.scheduler.cancel(sequence.handle)
                 del self._running[sequence.handle]
+                self._drafting.forget(sequence.handle)
         if any(sequence.request is request for sequence in self._waiting):
             self._waiting = collections.deque(s for s in self._waiting if s.request is not request)
 

@@ -70,10 +70,12 @@ class Publisher:
         if plan.shape.kind is ProgramKind.SCORED_PREFILL:
             self._score(plan, fields, sequences)
         rows = {lane.handle: row for row, lane in enumerate(plan.lanes)}
+        in_round = plan.shape.kind is ProgramKind.SPECULATIVE
+        burst: dict[RequestHandle, int] = {}  # tokens so far of each lane of a round
         grown: dict[RequestHandle, int] = {}
-        served: set[RequestHandle] = set()
         ordered = list(events)
         ends = {event.handle: event for event in ordered if isinstance(event, RequestFinished)}
+        finals = {event.handle: event for event in ordered if isinstance(event, GeneratedToken)}
         for event in ordered:
             sequence = sequences.get(event.handle)
             if sequence is None:
@@ -81,9 +83,16 @@ class Publisher:
             self._dirty[sequence.request] = None
             grown.setdefault(event.handle, len(sequence.text))
             if isinstance(event, GeneratedToken):
+                number = burst.get(event.handle, 0)
+                burst[event.handle] = number + 1
+                if sequence.hit_stop_string:
+                    continue  # the rest of the burst lies behind the stop string
                 effects.tokens += 1
-                served.add(event.handle)
-                self._take(sequence, event, ends.get(event.handle), fields, rows[event.handle], now_ns)
+                index = (rows[event.handle], number) if in_round else (rows[event.handle],)
+                last = ends.get(event.handle)
+                # Only the last token of a burst can be the one that ended it.
+                final = last if last is not None and event is finals.get(event.handle) else None
+                self._take(sequence, event, final, fields, index, now_ns)
             elif isinstance(event, RequestFinished):
                 stop = event.stop_token
                 sequence.close(str(event.reason), None if stop is None or stop in self._eos else stop)
@@ -94,7 +103,7 @@ class Publisher:
                 sequence.close("stop")
                 effects.stopped.append(sequence)
                 effects.ended.append(sequence)
-            if handle in served and len(sequence.text) > before:
+            if handle in burst and len(sequence.text) > before:
                 effects.published.append(handle)
         return effects
 
@@ -104,14 +113,14 @@ class Publisher:
         event: GeneratedToken,
         end: RequestFinished | None,
         fields: Fields,
-        row: int,
+        index: tuple[int, ...],
         now_ns: int,
     ) -> None:
         metrics, params = sequence.request.metrics, sequence.params
         metrics.first_token_ns = metrics.first_token_ns or now_ns
         metrics.last_token_ns = now_ns
         if params.logprobs is not None:
-            sequence.logprobs.append(sampled_logprobs(fields, row, event.token, params.logprobs, self._decode))
+            sequence.logprobs.append(sampled_logprobs(fields, index, event.token, params.logprobs, self._decode))
         sequence.push(event.token, ends_output=end is not None and end.stop_token is not None)
 
     def _score(self, plan: ScheduledPlan, fields: Fields, sequences: Mapping[RequestHandle, Sequence]) -> None:

@@ -6,7 +6,10 @@ arrived = finished + cancelled + refused + failed + active
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
+
+from helios_jax.engine.drafting import RoundCounts
 
 
 @dataclasses.dataclass
@@ -56,6 +59,7 @@ class EngineStats:
         requests: The request counts, see `Totals`.
         scheduler: The scheduler's counters, under the specification's names.
         compiles_after_ready: XLA compilations since the core was ready; must stay 0.
+        rounds: Totals of speculative programs by (source, lane width).
     """
 
     running: int
@@ -67,6 +71,7 @@ class EngineStats:
     requests: Totals
     scheduler: Any
     compiles_after_ready: int
+    rounds: Mapping[tuple[str, int], RoundCounts] = dataclasses.field(default_factory=dict)
 
     @property
     def requests_total(self) -> dict[str, int]:

@@ -20,11 +20,11 @@ class TraceWriter:
     A trace is worth less than the requests it is about: the first line that cannot be written
     (a full disk) is logged and ends the trace, not the engine.
 
-    Fields: fence, kind, shape, lanes (number), slots, tokens (that went in), emits (lanes that
-    sample), requests (ids by lane), estimated_ns, observation_age_ns (of the estimate, null
-    without one), device_ns (one a rank), wall_ns, queued, value_rate, log_scale, reason,
-    exploration_credit_ns (that paid for a probe, else 0), host_ns (engine thread outside the
-    device call), now_ns.
+    Fields: fence, kind, shape, b, d, w, p (the capacities B/D/W/P of its shape), lanes (number),
+    slots, tokens (that went in), emits (lanes that sample), requests (ids by lane), estimated_ns,
+    observation_age_ns (of the estimate, null without one), device_ns (one a rank), wall_ns,
+    queued, value_rate, log_scale, reason, exploration_credit_ns (that paid for a probe, else 0),
+    host_ns (engine thread outside the device call), now_ns.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -44,6 +44,10 @@ class TraceWriter:
             "fence": fence,
             "kind": str(plan.shape.kind),
             "shape": plan.shape.name,
+            "b": plan.shape.batch_capacity,
+            "d": plan.shape.proposal_depth,
+            "w": plan.shape.token_capacity,
+            "p": plan.shape.packed_capacity,
             "lanes": len(plan.lanes),
             "slots": [lane.handle.slot for lane in plan.lanes],
             "tokens": sum(lane.length for lane in plan.lanes),

@@ -134,6 +134,7 @@ class EngineCollector(Collector):
         stats = engine.stats()
         yield from engine_families(stats)
         yield from scheduler_families(stats.scheduler)
+        yield from round_families(getattr(stats, "rounds", {}))
 
 
 def engine_families(stats: Any) -> Iterator[Metric]:
@@ -192,3 +193,24 @@ def scheduler_families(counters: Any) -> Iterator[Metric]:
             yield metric
         elif isinstance(value, (int, float)):
             yield family(name, text, value=value)
+
+
+def round_families(rounds: Mapping[tuple[str, int], Any]) -> Iterator[Metric]:
+    """`flare_speculative_*`: complete speculative programs by source and lane width.
+
+    Args:
+        rounds: Totals (rounds, lanes, proposed, offered, accepted, emitted) by (source, width).
+    """
+    texts = {
+        "rounds": "Complete speculative programs.",
+        "lanes": "Requests in them.",
+        "proposed": "Proposals made or supplied.",
+        "offered": "Proposals that the target judged.",
+        "accepted": "Proposals that the target accepted.",
+        "emitted": "Output tokens of the lanes.",
+    }
+    for name, text in texts.items():
+        family = CounterMetricFamily(f"flare_speculative_{name}", text, labels=("source", "width"))
+        for (source, width), counts in rounds.items():
+            family.add_metric((source, str(width)), getattr(counts, name))
+        yield family
