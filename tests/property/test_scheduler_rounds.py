@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from fractions import Fraction
@@ -9,10 +10,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from helios_jax.scheduler import LaneRole, ProgramKind, ProgramShape, ScheduledPlan, plan_next
+from helios_jax.scheduler import LaneRole, ProgramKind, ProgramShape, ScheduledPlan, State, plan_next
 from helios_jax.scheduler.candidates import new_decision
 from helios_jax.scheduler.catalog import Allocation
 from helios_jax.scheduler.rounds import round_candidates
+from helios_jax.scheduler.service import current_rates
+from helios_jax.scheduler.state import REQUEST_COLUMNS, Requests
 from tests.unit.scheduler_rounds_oracle import (
     COPY,
     DEVICE,
@@ -45,7 +48,11 @@ def check_winner(seeds: range, *, mode: str, kinds: str, unmeasured: float = 0.0
         if "h" in kinds:
             shapes += ragged(rng, source, batches)
         if "m" in kinds:
-            shapes += [mixed(b, w, p, source) for b in (2, 4) for w, p in ((1, 64), (1, 128), (rng.choice([2, 3]), 64))]
+            shapes += [
+                mixed(b, w, p, source)
+                for b in (2, 4)
+                for w, p in ((1, 64), (1, 128), (2, 64), (rng.choice([2, 3]), 128))
+            ]
             shapes += [mixed(2, 1, 64, NONE)]
         if rng.random() < 0.3 and not any(shape.kind is ProgramKind.DECODE for shape in shapes):
             shapes.append(ProgramShape(ProgramKind.DECODE, rng.choice([1, 4]), 1))
@@ -77,20 +84,20 @@ def check_plan(plan: ScheduledPlan, oracle: RoundOracle) -> None:
 
 @pytest.mark.parametrize("mode", ["adaptive", "fixed", "off"])
 def test_rectangular_rounds_are_exact(mode: str) -> None:
-    check_winner(range(120), mode=mode, kinds="r")
+    check_winner(range(70), mode=mode, kinds="r")
 
 
 def test_fixed_host_ragged_rounds_are_exact() -> None:
-    check_winner(range(1000, 1150), mode="fixed", kinds="rh")
+    check_winner(range(1000, 1090), mode="fixed", kinds="rh")
 
 
 @pytest.mark.parametrize("mode", ["adaptive", "fixed"])
 def test_mixed_programs_are_exact(mode: str) -> None:
-    check_winner(range(2000, 2090), mode=mode, kinds="rm", prompts=0.3)
+    check_winner(range(2000, 2050), mode=mode, kinds="rm", prompts=0.3)
 
 
 def test_unmeasured_programs_are_exact_too() -> None:
-    check_winner(range(3000, 3100), mode="adaptive", kinds="rm", prompts=0.3, unmeasured=0.3)
+    check_winner(range(3000, 3080), mode="adaptive", kinds="rm", prompts=0.3, unmeasured=0.3)
 
 
 @pytest.mark.slow
@@ -105,7 +112,7 @@ def test_rounds_and_mixed_programs_are_exact_in_thousands_of_cases() -> None:
 def test_adaptive_ragged_candidates_are_priced_by_their_allocation(allocation: Allocation) -> None:
     """Rows within P, handed out causally; host order by marginal value, device order by forecasts; ceilings frozen."""
     cut = 0
-    for seed in range(150):
+    for seed in range(90):
         rng = random.Random(seed)
         source = rng.choice([LEARNED, COPY])
         shapes = [*rectangular(rng, source, (1, 4)), *ragged(rng, source, (2, 4, 6), allocation)]
@@ -127,7 +134,7 @@ def test_adaptive_ragged_candidates_are_priced_by_their_allocation(allocation: A
                     assert ceilings == work
                 assert work == allocate(shape, complete, oracle)
                 cut += work != complete
-    assert cut > 50
+    assert cut > 30
 
 
 def allocate(shape: ProgramShape, complete: dict[int, int], oracle: RoundOracle) -> dict[int, int]:
@@ -162,3 +169,52 @@ def test_expected_tokens_of_a_plan_are_physical() -> None:
         for lane, expected in zip(plan.lanes, plan.expected_tokens, strict=True):
             means = np.minimum.accumulate(state.acceptance.accept_mean[lane.handle.slot, 0])
             assert math.isclose(expected, 1 + means[: lane.length - 1].sum(), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("allocation", [HOST, DEVICE])
+@pytest.mark.parametrize("mode", ["adaptive", "fixed"])
+def test_slot_numbers_do_not_choose(mode: str, allocation: Allocation) -> None:
+    """A permutation of the slots gives the permuted plan: the same program, the same work for the same requests."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        shapes = [*rectangular(rng, LEARNED, (1, 4)), *ragged(rng, LEARNED, (2, 4), allocation)]
+        shapes += [mixed(2, 1, 64), mixed(4, 3, 64)]
+        state = round_state(rng, shapes, num=8, prompts=0.2, policy=random_policy(rng, mode))
+        requests = state.requests.draft()
+        requests.token_r[:] = [10 ** rng.uniform(-1, 2) for _ in requests.token_r]  # no two alike
+        state = dataclasses.replace(state, requests=requests.sealed())
+        order = rng.sample(range(8), 8)
+        plan, other = plan_next(state), plan_next(permuted(state, order))
+        assert plan is not None
+        assert other is not None
+        assert plan.shape == other.shape
+        assert math.isclose(plan.value_rate, other.value_rate, rel_tol=1e-12)
+        work = {order[lane.handle.slot]: (lane.role, lane.start, lane.length) for lane in other.lanes}
+        assert work == {lane.handle.slot: (lane.role, lane.start, lane.length) for lane in plan.lanes}
+
+
+def permuted(state: State, order: list[int]) -> State:
+    """The same requests in other slots: slot i gets the request of slot order[i]."""
+    requests = Requests(*[getattr(state.requests, name)[order] for name in REQUEST_COLUMNS]).sealed()
+    known = state.acceptance
+    columns = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
+    moved = {name: column if name == "prior" else column[order] for name, column in columns.items()}
+    specs = tuple(state.specs[slot] for slot in order)
+    return dataclasses.replace(state, requests=requests, specs=specs, acceptance=dataclasses.replace(known, **moved))
+
+
+def test_token_normalisers_count_the_expected_output_of_the_reference_program() -> None:
+    """n = E / sigma, E being physical (alpha = 1) and of the program behind sigma."""
+    wide = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        state = round_state(rng, rectangular(rng, LEARNED, (1, 4)), policy=random_policy(rng, "adaptive", alpha=3.0))
+        rates, oracle = current_rates(state), RoundOracle(state)
+        for slot in oracle.decoders:
+            shape = state.catalog.shapes[int(rates.reference[slot])]
+            rows = oracle.length(shape, slot)
+            means = np.minimum.accumulate(state.acceptance.accept_mean[slot, 0])
+            expected = 1 + means[: rows - 1].sum() if rows else 1
+            assert math.isclose(rates.token_n[slot], expected / rates.sigma[slot], rel_tol=1e-12)
+            wide += rows > 1
+    assert wide > 20

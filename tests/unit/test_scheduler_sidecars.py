@@ -41,12 +41,16 @@ STOP = 5
 def flying(
     allocation: Allocation = Allocation.QUERY_LENGTH, *, source: ProposalSource = ProposalSource.LEARNED,
     constraints: tuple[Constraint, ...] = (Constraint.NONE,) * 2, packed: int = 8, wide_ns: int = 5_000_001,
+    max_tokens: tuple[int, ...] = (40, 40),
 ) -> tuple[State, ScheduledPlan, list[RequestHandle]]:  # fmt: skip
     """Two decoders in a round of three proposals each (or of width one, if wide ones are slow), fence 1 outstanding."""
     needed = (ProgramShape(ProgramKind.INITIALIZE, 1, 0), ProgramShape(ProgramKind.PREFILL, 1, 8))
     catalog = Catalog((*needed, speculative(2, 1, 0), speculative(2, 4, DEPTH, packed, source, allocation)))
     state = new_state(catalog, Limits(slots=3, pages=60, page_size=4, max_context=80))
-    specs = [request(5, 40, stop_token_ids=frozenset({STOP}), constraints=c) for c in constraints]
+    specs = [
+        request(5, most, stop_token_ids=frozenset({STOP}), constraints=c)
+        for c, most in zip(constraints, max_tokens, strict=True)
+    ]
     state, handles = admitted(state, *specs)
     requests = state.requests.draft()
     for slot, _ in handles:
@@ -125,6 +129,17 @@ def test_confidence_is_learned_up_to_the_frozen_ceiling() -> None:
     np.testing.assert_allclose(after.acceptance.prior, halves + (1 - halves) / 64)
     np.testing.assert_allclose(after.acceptance.forecast_mean[:2], [(2 * halves + 1) / 3] * 2)
     np.testing.assert_allclose(after.acceptance.accept_mean[0, 0], [1.3 / 3, 0.8 / 3, 0.125])
+
+
+def test_nothing_is_learned_above_a_ceiling_that_a_request_s_own_limit_lowers() -> None:
+    state, plan, handles = flying(Allocation.PREFIX_LIMIT, max_tokens=(3, 40))
+    assert [lane.length for lane in plan.lanes] == [2, 4]
+    after, _ = complete_packed_round(state, 1, round_records(handles, (1, 0, 1), (3, 0, 1)), timing(), sidecar(1.0))
+    estimates = after.acceptance
+    np.testing.assert_allclose(estimates.forecast_mean[:2], [[2 / 3, 0.25, 0.125], [2 / 3, 0.5, 1.25 / 3]])
+    lessons = 1 - (63 / 64) ** np.array([2, 1, 1])
+    halves = np.array([0.5, 0.25, 0.125])
+    np.testing.assert_allclose(estimates.prior, halves + lessons * (1 - halves))
 
 
 def test_a_cancelled_lane_teaches_nothing() -> None:
