@@ -314,7 +314,8 @@ def mean_age(gaps_ms: list[float]) -> float:
 
 def round_robin_age(streams: int, rows: int, duration_ms: float) -> float:
     """Mean output age when one program serves the streams in turn."""
-    last, gaps, first = [0.0] * streams, [[] for _ in range(streams)], 0
+    gaps: list[list[float]] = [[] for _ in range(streams)]
+    last, first = [0.0] * streams, 0
     for number in range(1, 40 * streams):
         for stream in ((first + row) % streams for row in range(min(rows, streams))):
             gaps[stream].append(number * duration_ms - last[stream])

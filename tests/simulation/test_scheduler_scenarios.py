@@ -7,7 +7,6 @@ virtual and device time only, unless a test adds the host's. Default preferences
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 
 import numpy as np
@@ -19,13 +18,9 @@ from helios_jax.scheduler import (
     ProgramKind,
     ProgramShape,
     SelectionReason,
-    State,
-    plan_next,
     policy_preset,
 )
 from helios_jax.scheduler.catalog import Allocation, mixed_shapes, speculative_shapes
-from helios_jax.scheduler.service import current_rates
-from helios_jax.scheduler.state import Phase
 from helios_jax.simulation.profiles import ProfileCosts, Work, load_profile
 from tests.simulation.scenario_kit import (
     MS,
@@ -292,8 +287,8 @@ def test_heterogeneous_acceptance_in_one_cohort(allocation: Allocation | None) -
     """Four streams accept 7 drafts, four none, histories known. Rectangular programs pad the poor lanes; with 32
     shared target rows the good lanes get what the poor ones cannot use: 7 rows each instead of 4. Measured: a
     poor stream gets a token every round, a good one 8.0 (rectangular), 7.0 and 7.0."""
-    ragged = {} if allocation is None else {"ragged": allocation}
-    shapes = speculative_shapes(max_slots=8, draft_tokens=7, token_capacity=32 if ragged else 64, **ragged)
+    target_rows = 32 if allocation else 64
+    shapes = speculative_shapes(max_slots=8, draft_tokens=7, token_capacity=target_rows, ragged=allocation)
     world = World(catalog(initialize(8), prefill((1, 64)), list(shapes)), durations, slots=8, frames=2,
                   accepts=lambda handle: 7 * (handle.slot % 2))  # fmt: skip
     handles = world.arrive(*[spec(64)] * 8)
@@ -410,52 +405,3 @@ def test_mixed_programs_serve_decoders_beside_prompts_that_never_stop() -> None:
     assert mixed[1] > 0.97 * separate[1] > 27
     assert mixed[2] < 0.2 * separate[2]
     assert sum(share for name, share in mixed[3].items() if name.startswith("mixed")) > 0.8
-
-
-# ---- prerequisites
-
-
-def test_a_snapshot_is_taken_while_the_shared_batch_it_enables_is_worth_it() -> None:
-    """One stream decodes, another waits for its snapshot. Copying first and decoding both wins while the whole
-    sequence has more value per time than decoding one; the switch is where exact arithmetic puts it (8.05 ms)."""
-    shapes = catalog(initialize(2), prefill((1, 64)), decode(1, 2), [ProgramShape(ProgramKind.SNAPSHOT, 1, 0)])
-    cheap, dear = 0.1, 200.0
-
-    def chosen(snapshot_ms: float) -> tuple[ProgramKind, ProgramKind]:
-        """What the policy does, and what the larger of the two scores says."""
-        times = {ProgramKind.SNAPSHOT: snapshot_ms, ProgramKind.DECODE: 9.0}
-        blocked = World(shapes, lambda s, _: 10.0 if s in decode(2) else times.get(s.kind, 1.0), slots=2)
-        blocked.arrive(spec(64), spec(64))
-        blocked.run(until=decoding)
-        blocked.run_frames(10)
-        requests = blocked.state.requests.draft()
-        requests.phase[1], requests.state_row[1] = Phase.SNAPSHOT, 1
-        state = dataclasses.replace(blocked.state, requests=requests.sealed())
-        plan = plan_next(state)
-        assert plan is not None
-        alone = score(state, [0], 9.0)
-        pairs = [score(state, [0, 1], snapshot_ms + 10.0), score(state, [1], snapshot_ms + 9.0)]
-        return plan.shape.kind, ProgramKind.SNAPSHOT if max(pairs) > alone else ProgramKind.DECODE
-
-    for number in range(20):
-        snapshot_ms = cheap * (dear / cheap) ** (number / 19)
-        assert chosen(snapshot_ms)[0] == chosen(snapshot_ms)[1]
-    while dear - cheap > 0.01:
-        middle = (cheap + dear) / 2
-        cheap, dear = (middle, dear) if chosen(middle)[0] is ProgramKind.SNAPSHOT else (cheap, middle)
-    assert 8.0 < cheap < 8.1
-    assert chosen(cheap - 0.01)[1] is ProgramKind.SNAPSHOT
-    assert chosen(dear + 0.01)[1] is ProgramKind.DECODE
-
-
-def score(state: State, slots: list[int], end_ms: float) -> float:
-    """Value per time of serving one token to each of `slots` after `end_ms`, less the waiting of all streams."""
-    rates, policy = current_rates(state), state.policy
-    value = 0.0
-    for slot in slots:
-        value += policy.output_token_value + policy.token_fairness * rates.token_r[slot]
-        value += policy.delivery_fairness * rates.delivery_r[slot]
-        age_ms = (state.now_ns - int(state.requests.visible_ns[slot])) / MS
-        value += policy.decode_age_price * rates.sigma[slot] * (age_ms + end_ms)
-    waiting = policy.decode_age_price * int(np.count_nonzero(state.requests.streams))
-    return value / end_ms - end_ms / 2 * waiting
