@@ -25,7 +25,7 @@ class Draft:
         state: The state as it was before the event.
         enabled: The core can take snapshots and has rows for them.
         rows, checkpoints: The current values.
-        cuts: Of each slot.
+        cuts, used: Of each slot.
         credit_ns, captured_len, demand_ns, pinned: Writable columns.
     """
 
@@ -33,7 +33,8 @@ class Draft:
         kept = state.retention
         self.state = state
         self.enabled = len(kept.rows) > 0 and len(state.programs.snapshot) > 0
-        self.rows, self.checkpoints, self.cuts = kept.rows, kept.checkpoints, list(kept.cuts)
+        self.rows, self.checkpoints = kept.rows, kept.checkpoints
+        self.cuts, self.used = list(kept.cuts), list(kept.used)
         self.credit_ns, self.captured_len, self.demand_ns, self.pinned = (
             getattr(kept, name).copy() for name in SLOT_COLUMNS
         )
@@ -54,7 +55,12 @@ class Draft:
                 skipped=tuple(n + self._skipped[name] for name, n in zip(SKIPS, counts.skipped, strict=True)),
                 **{name: getattr(counts, name) + n for name, n in self._totals.items()},
             )
-        return Retention(self.rows, self.checkpoints, tuple(self.cuts), **columns, counts=counts)
+        return Retention(self.rows, self.checkpoints, tuple(self.cuts), tuple(self.used), **columns, counts=counts)
+
+    @property
+    def in_use(self) -> set[int]:
+        """Checkpoints that resident requests published or were restored from."""
+        return {checkpoint for used in self.used for checkpoint in used}
 
     def skip(self, reason: str, number: int = 1) -> None:
         if number:

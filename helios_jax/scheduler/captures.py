@@ -27,6 +27,7 @@ from helios_jax.errors import RequestError
 from helios_jax.scheduler import checkpoints as library
 from helios_jax.scheduler import row_allocator, state_rows
 from helios_jax.scheduler.capture_draft import Draft, cut_costs, snapshot_ns
+from helios_jax.scheduler.checkpoints import Claim
 from helios_jax.scheduler.cuts import anchor_ahead, copy_is_due, earned_ns, plan_cuts, terminal_is_due
 from helios_jax.scheduler.retention import Retention
 from helios_jax.scheduler.stages import window_end
@@ -76,11 +77,11 @@ def admit(draft: Draft, requests: Requests, handle: RequestHandle, spec: Request
     draft.demand_ns[slot], draft.captured_len[slot] = now_ns, spec.restored_len
     if spec.restore_from:
         draft.checkpoints = library.pin(library.touch(draft.checkpoints, spec.restore_from, now_ns), spec.restore_from)
-        draft.pinned[slot] = spec.restore_from
+        draft.pinned[slot], draft.used[slot] = spec.restore_from, (spec.restore_from,)
         place = library.index_of(draft.checkpoints, spec.restore_from)
         requests.restore_row[slot] = draft.checkpoints.rows[place]
     if needs_private_row(spec, draft.state.limits.feature_tokens):
-        granted = row_allocator.reserve_private(draft.rows, draft.checkpoints, handle)
+        granted = row_allocator.reserve_private(draft.rows, draft.checkpoints, handle, draft.in_use)
         assert granted is not None  # `can_admit` has asked
         requests.private_row[slot] = draft.accept(granted)
     if not draft.enabled:
@@ -127,11 +128,11 @@ def arm_next(draft: Draft, requests: Requests, handle: RequestHandle) -> int:
         cut, *later = draft.cuts[slot]
         due = copy_is_due(cut.role, snapshot_ns(draft.state))
         ahead = anchor_ahead(draft.cuts[slot], int(requests.consumed_len[slot]))
-        granted = (
-            row_allocator.arm(draft.rows, draft.checkpoints, handle, cut.endpoint, cut.role, anchor=ahead)
-            if due
-            else None
-        )
+        claim = Claim(int(draft.demand_ns[slot]), cut.role, cut.endpoint)
+        granted = None
+        if due:
+            use = draft.in_use
+            granted = row_allocator.arm(draft.rows, draft.checkpoints, handle, claim, anchor=ahead, in_use=use)
         if granted is not None:
             draft.accept(granted)
             return cut.endpoint
@@ -196,6 +197,7 @@ def end_copy(draft: Draft, lane: Lane, fence: Fence, *, valid: bool) -> Checkpoi
     result = library.publish(draft.checkpoints, key=key, endpoint=endpoint, role=role, row=row, demand_ns=demand_ns)
     draft.checkpoints = result.checkpoints
     draft.captured_len[slot] = max(int(draft.captured_len[slot]), endpoint)
+    draft.used[slot] = (*draft.used[slot], result.checkpoint)
     draft.count_captured(role)
     return CheckpointPublished(lane.handle, result.checkpoint, endpoint, role)
 
@@ -265,7 +267,8 @@ def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *
     if not drained:
         draft.skip("terminal_overrun")
         return False
-    granted = row_allocator.arm(draft.rows, draft.checkpoints, handle, committed, Role.TERMINAL)
+    claim = Claim(int(draft.demand_ns[slot]), Role.TERMINAL, committed)
+    granted = row_allocator.arm(draft.rows, draft.checkpoints, handle, claim, in_use=draft.in_use)
     if granted is None:
         draft.skip("terminal_no_row")
         return False
@@ -279,7 +282,10 @@ def release(draft: Draft, handle: RequestHandle) -> None:
     draft.skip("ended", len(draft.cuts[slot]))
     end_restore(draft, handle)
     draft.rows = state_rows.release_handle(draft.rows, handle)
-    draft.cuts[slot] = ()
+    for checkpoint in draft.used[slot]:  # in demand until now
+        if library.is_published(draft.checkpoints, checkpoint):
+            draft.checkpoints = library.touch(draft.checkpoints, checkpoint, draft.state.now_ns)
+    draft.cuts[slot] = draft.used[slot] = ()
     draft.credit_ns[slot], draft.captured_len[slot], draft.demand_ns[slot] = 0.0, 0, 0
 
 
@@ -307,8 +313,10 @@ def identify_checkpoint(state: State, checkpoint: int, key: library.Key) -> Stat
     kept = state.retention
     if not library.is_published(kept.checkpoints, checkpoint):
         return state
-    rows, checkpoints = library.identify(kept.rows, kept.checkpoints, checkpoint, key)
-    return dataclasses.replace(state, retention=dataclasses.replace(kept, rows=rows, checkpoints=checkpoints))
+    rows, checkpoints, merged = library.identify(kept.rows, kept.checkpoints, checkpoint, key)
+    used = tuple(tuple(merged.get(identity, identity) for identity in ids) for ids in kept.used)
+    changed = dataclasses.replace(kept, rows=rows, checkpoints=checkpoints, used=used)
+    return dataclasses.replace(state, retention=changed)
 
 
 def demand_checkpoint(state: State, checkpoint: int) -> State:

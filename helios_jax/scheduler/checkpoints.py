@@ -80,6 +80,14 @@ class Published(NamedTuple):
     surplus_row: int
 
 
+class Identified(NamedTuple):
+    """A named checkpoint; `merged` says which ids went into which older ones of the same key and role."""
+
+    rows: Rows
+    checkpoints: Checkpoints
+    merged: dict[int, int]
+
+
 class Freed(NamedTuple):
     """What really becomes free when some checkpoints go."""
 
@@ -151,7 +159,7 @@ def publish(
     return Published(added, checkpoint, surplus)
 
 
-def identify(rows: Rows, checkpoints: Checkpoints, checkpoint: int, key: Key) -> tuple[Rows, Checkpoints]:
+def identify(rows: Rows, checkpoints: Checkpoints, checkpoint: int, key: Key) -> Identified:
     """Give a checkpoint (and its aliases) the caller's key; a prefix that is known makes its row surplus.
 
     Raises:
@@ -159,22 +167,26 @@ def identify(rows: Rows, checkpoints: Checkpoints, checkpoint: int, key: Key) ->
     """
     index = index_of(checkpoints, checkpoint)
     row = int(checkpoints.rows[index])
-    known = [i for i in ids_of(checkpoints, key) if checkpoints.rows[index_of(checkpoints, i)] != row]
-    if not known:
-        keys = tuple(key if checkpoints.rows[i] == row else held for i, held in enumerate(checkpoints.keys))
-        return rows, dataclasses.replace(checkpoints, keys=keys)
     aliases = np.flatnonzero(checkpoints.rows == row).tolist()
-    if checkpoints.pins[aliases].any():
+    known = [i for i, held in enumerate(checkpoints.keys) if held == key and i not in aliases]
+    if known and checkpoints.endpoints[known[0]] != checkpoints.endpoints[index]:
+        raise InvariantError(f"the key of checkpoint {checkpoints.ids[known[0]]} covers another number of tokens too")
+    if known and checkpoints.pins[aliases].any():
         raise InvariantError(f"checkpoint {checkpoint} is being restored, it cannot move to another row")
-    kept = int(checkpoints.rows[index_of(checkpoints, known[0])])
-    moved = without(checkpoints, aliases)
+    keys, pages, columns = list(checkpoints.keys), list(checkpoints.pages), checkpoints.rows.copy()
+    merged: dict[int, int] = {}
     for i in aliases:
-        entry = {name: int(getattr(checkpoints, name)[i]) for name in ("endpoints", "roles", "demand_ns")}
-        moved = publish(
-            moved, key=key, endpoint=entry["endpoints"], role=Role(entry["roles"]), row=kept,
-            demand_ns=entry["demand_ns"],
-        ).checkpoints  # fmt: skip
-    return state_rows.free_published(rows, row), moved
+        keys[i] = key
+        if known:
+            pages[i], columns[i] = pages[known[0]], checkpoints.rows[known[0]]
+            twins = [twin for twin in known if checkpoints.roles[twin] == checkpoints.roles[i]]
+            merged |= {int(checkpoints.ids[i]): int(checkpoints.ids[twin]) for twin in twins}
+    columns.setflags(write=False)
+    named = dataclasses.replace(checkpoints, rows=columns, keys=tuple(keys), pages=tuple(pages))
+    for old, twin in merged.items():
+        named = touch(named, twin, int(named.demand_ns[index_of(named, old)]))
+    named = without(named, [index_of(named, old) for old in merged])
+    return Identified(state_rows.free_published(rows, row) if known else rows, named, merged)
 
 
 def touch(checkpoints: Checkpoints, checkpoint: int, now_ns: int) -> Checkpoints:
@@ -201,32 +213,51 @@ def unpin(checkpoints: Checkpoints, checkpoint: int) -> Checkpoints:
     return _with(checkpoints, "pins", index, int(checkpoints.pins[index]) - 1)
 
 
-def victim_order(checkpoints: Checkpoints) -> np.ndarray:
+def victim_order(checkpoints: Checkpoints, in_use: Collection[int] = ()) -> np.ndarray:
     """Positions of the checkpoints, the least protected first; int64 [n].
 
-    The order: the older demand goes first; of equal demand the smaller role (extra, prompt end,
-    terminal, anchor: the conversation's next turn most likely begins at the anchor, and an extra
-    is a second chance only); of equal roles the shorter prefix, which is cheapest to compute
+    The order: the older demand goes first, and what a resident request took or was restored from
+    (`in_use`) is in demand now, after all others; of equal demand the smaller role (extra, prompt
+    end, terminal, anchor: the conversation's next turn most likely begins at the anchor, and an
+    extra is a second chance only); of equal roles the shorter prefix, which is cheapest to compute
     again; then the older id.
     """
-    return np.lexsort((checkpoints.ids, checkpoints.endpoints, checkpoints.roles, checkpoints.demand_ns))
+    present = np.isin(checkpoints.ids, list(in_use))
+    return np.lexsort((checkpoints.ids, checkpoints.endpoints, checkpoints.roles, checkpoints.demand_ns, present))
 
 
-def victim_row(checkpoints: Checkpoints) -> int:
-    """The row that the allocator would evict next, 0 when every row is pinned or none is published.
+class Claim(NamedTuple):
+    """What a capture of a resident request would be worth: compared like the columns of `victim_order`."""
 
-    A row counts as its most protected alias does.
+    demand_ns: int
+    role: Role
+    endpoint: int
+
+
+def victim_row(checkpoints: Checkpoints, claim: Claim | None = None, in_use: Collection[int] = ()) -> int:
+    """The row that the allocator would evict next, 0 when there is none.
+
+    A row counts as its most protected alias does; rows that a restore reads are no victims. Nor
+    are those that are more protected than the claim, if there is one: an extra does not take the
+    row of its own anchor, nor an earlier request that of a later one that is resident too.
     """
     if not len(checkpoints):
         return 0
-    order = victim_order(checkpoints)
+    order = victim_order(checkpoints, in_use)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     protection = np.full(int(checkpoints.rows.max()) + 1, -1, np.int64)
     np.maximum.at(protection, checkpoints.rows, place)
     protection[checkpoints.rows[checkpoints.pins > 0]] = -1
     candidates = np.flatnonzero(protection >= 0)
-    return int(candidates[protection[candidates].argmin()]) if len(candidates) else 0
+    if not len(candidates):
+        return 0
+    row = int(candidates[protection[candidates].argmin()])
+    best = int(order[protection[row]])
+    if claim is None or checkpoints.ids[best] not in in_use:
+        return row
+    worth = (int(checkpoints.demand_ns[best]), int(checkpoints.roles[best]), int(checkpoints.endpoints[best]))
+    return row if worth <= tuple(claim) else 0
 
 
 def freed_by(checkpoints: Checkpoints, evicted: Collection[int], used_pages: Collection[int] = ()) -> Freed:

@@ -103,8 +103,12 @@ def captures(state: State) -> str | None:
     if kept.counts.planned != captured + skipped + ahead:
         return f"{kept.counts.planned} cuts were possible; {captured} captured, {skipped} skipped, {ahead} ahead"
     for slot, cuts in enumerate(kept.cuts):
-        if requests.phase[slot] == Phase.FREE and (cuts or any(getattr(kept, name)[slot] for name in SLOT_COLUMNS)):
+        if requests.phase[slot] == Phase.FREE and (
+            cuts or kept.used[slot] or any(getattr(kept, name)[slot] for name in SLOT_COLUMNS)
+        ):
             return f"free slot {slot} kept captures"
+        if any(not 1 <= identity <= kept.checkpoints.last_id for identity in kept.used[slot]):
+            return f"slot {slot} uses {kept.used[slot]}, {kept.checkpoints.last_id} were given"
         ends = [cut.endpoint for cut in cuts]
         if ends != sorted(set(ends)) or (cuts and ends[-1] > requests.prompt_len[slot]):
             return f"slot {slot} has cuts at {ends}"

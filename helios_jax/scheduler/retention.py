@@ -53,6 +53,8 @@ class Retention:
         rows: Uses of the state rows.
         checkpoints: The published ones.
         cuts: Of each slot's request, those still ahead of it.
+        used: Of each slot's request, the checkpoints that it was restored from or published; some
+            may have given way to others since.
         credit_ns: float64, what its decode has earned for a terminal capture.
         captured_len: int64, longest prefix that it restored or captured.
         demand_ns: int64, when it was admitted.
@@ -63,6 +65,7 @@ class Retention:
     rows: Rows
     checkpoints: Checkpoints
     cuts: tuple[tuple[Cut, ...], ...]
+    used: tuple[tuple[int, ...], ...]
     credit_ns: np.ndarray
     captured_len: np.ndarray
     demand_ns: np.ndarray
@@ -76,6 +79,6 @@ def new_retention(num_rows: int, slots: int) -> Retention:
     for column in columns:
         column.setflags(write=False)
     credit, captured, demand, pinned = columns
-    return Retention(
-        new_rows(num_rows), new_checkpoints(), ((),) * slots, credit, captured, demand, pinned, CaptureCounts()
-    )
+    nothing: tuple[tuple[()], ...] = ((),) * slots
+    rows, checkpoints = new_rows(num_rows), new_checkpoints()
+    return Retention(rows, checkpoints, nothing, nothing, credit, captured, demand, pinned, CaptureCounts())

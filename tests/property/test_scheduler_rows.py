@@ -26,22 +26,24 @@ class RowMachine(RuleBasedStateMachine):
         self.rows, self.published = state_rows.new_rows(num_rows), library.new_checkpoints()
         self.books: Books = {}
         self.entries: dict[int, dict] = {}
+        self.in_use: set[int] = set()
         self.fence = self.last_id = 0
 
-    def victim(self) -> int:
-        """By sorting rows on the largest rank of their aliases."""
+    def victim(self, claim: library.Claim | None = None) -> int:
+        """By sorting rows on the largest rank of their aliases; only what is worth no more than the claim."""
         ranks: dict[int, tuple] = {}
         for identity, entry in self.entries.items():
-            rank = (entry["demand"], entry["role"], len(entry["key"]), identity)
+            rank = (identity in self.in_use, entry["demand"], entry["role"], len(entry["key"]), identity)
             ranks[entry["row"]] = max(rank, ranks.get(entry["row"], rank))
         for entry in self.entries.values():
             if entry["pins"]:
                 ranks.pop(entry["row"], None)
-        return min(ranks, key=lambda row: ranks[row], default=0)
+        allowed = [row for row, rank in ranks.items() if claim is None or rank[:4] <= (True, *claim)]
+        return min(allowed, key=lambda row: ranks[row], default=0)
 
-    def expected_row(self) -> int:
+    def expected_row(self, claim: library.Claim | None = None) -> int:
         free = [row for row in range(1, len(self.rows) + 1) if row not in self.books]
-        return free[0] if free else self.victim()
+        return free[0] if free else self.victim(claim)
 
     def take(self, row: int, use: RowUse, handle: RequestHandle) -> None:
         for identity in [i for i, entry in self.entries.items() if entry["row"] == row]:
@@ -58,17 +60,24 @@ class RowMachine(RuleBasedStateMachine):
     def of(self, *uses: RowUse, busy: bool) -> list[int]:
         return sorted(row for row, (use, _, fence) in self.books.items() if use in uses and bool(fence) == busy)
 
-    @rule(handle=st.sampled_from(HANDLES), endpoint=st.integers(1, 9), role=ANY_ROLE, anchor=st.integers(0, 9))
-    def arms(self, handle: RequestHandle, endpoint: int, role: Role, anchor: int) -> None:
-        granted = row_allocator.arm(self.rows, self.published, handle, endpoint, role, anchor=anchor)
+    @rule(
+        handle=st.sampled_from(HANDLES), endpoint=st.integers(1, 9), role=ANY_ROLE, anchor=st.integers(0, 9),
+        demand=st.integers(0, 4),
+    )  # fmt: skip
+    def arms(self, handle: RequestHandle, endpoint: int, role: Role, anchor: int, demand: int) -> None:
+        claim = library.Claim(demand, role, endpoint)
+        granted = row_allocator.arm(self.rows, self.published, handle, claim, anchor=anchor, in_use=self.in_use)
         guards = self.owned(handle, RowUse.GUARDED)
         if role is Role.ANCHOR and guards:
             self.take(guards[0], RowUse.ARMED, handle)
             self.accept(granted)
             return
         saved = (dict(self.books), dict(self.entries))
-        for use in [RowUse.GUARDED] * (anchor > endpoint and not guards) + [RowUse.ARMED]:
-            row = self.expected_row()
+        wanted = [(RowUse.ARMED, claim)]
+        if anchor > endpoint and not guards:
+            wanted.insert(0, (RowUse.GUARDED, library.Claim(demand, Role.ANCHOR, anchor)))
+        for use, worth in wanted:
+            row = self.expected_row(worth)
             if not row:
                 self.books, self.entries = saved
                 assert granted is None
@@ -85,7 +94,7 @@ class RowMachine(RuleBasedStateMachine):
         guards = [r for r, (use, _, _) in self.books.items() if use is RowUse.GUARDED]
         if not row and guards:
             row = min(guards, key=lambda r: (int(self.rows.endpoint[r - 1]), r))
-        granted = row_allocator.reserve_private(self.rows, self.published, handle)
+        granted = row_allocator.reserve_private(self.rows, self.published, handle, self.in_use)
         assert (granted.row if granted else 0) == row
         if row:
             self.take(row, RowUse.PRIVATE, handle)
@@ -158,6 +167,10 @@ class RowMachine(RuleBasedStateMachine):
             if last:
                 del self.books[entry["row"]]
 
+    @rule(ids=st.sets(st.integers(1, 12)))
+    def resides(self, ids: set[int]) -> None:
+        self.in_use = ids
+
     @rule(handle=st.sampled_from(HANDLES))
     def releases(self, handle: RequestHandle) -> None:
         mine = [row for row, (_, owner, _) in self.books.items() if owner == handle]
@@ -177,7 +190,7 @@ class RowMachine(RuleBasedStateMachine):
         assert held == {entry["row"] for entry in self.entries.values()} == set(self.published.rows.tolist())
         assert list(self.listed()) == [(i, *entry.values()) for i, entry in sorted(self.entries.items())]
         assert len(self.published) <= library.MAX_ALIASES * len(self.rows)
-        assert library.victim_row(self.published) == self.victim()
+        assert library.victim_row(self.published, in_use=self.in_use) == self.victim()
 
     def listed(self) -> Iterator[tuple]:
         p = self.published

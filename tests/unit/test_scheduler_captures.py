@@ -66,7 +66,7 @@ def test_the_anchor_is_captured_where_the_last_message_ends() -> None:
     assert published(events) == [(12, CheckpointRole.ANCHOR)]
     assert ("snapshot", 12, 0) in work(plans)
     assert (captured(state), uses(state)) == ({"anchor": 1}, [PUBLISHED])
-    assert state.retention.checkpoints.demand_ns.tolist() == [0], "the demand is that of the request"
+    assert state.retention.checkpoints.demand_ns.tolist() == [state.now_ns], "in demand until its request was gone"
 
 
 def test_without_a_message_the_prompt_end_is_the_anchor() -> None:

@@ -10,6 +10,7 @@ from helios_jax.errors import InvariantError
 from helios_jax.scheduler import state_rows
 from helios_jax.scheduler.checkpoints import (
     Checkpoints,
+    Claim,
     Freed,
     evict,
     freed_by,
@@ -28,6 +29,7 @@ from helios_jax.scheduler.state_rows import Role, Rows, RowUse, new_rows, rows_o
 from helios_jax.scheduler.types import RequestHandle
 
 ALICE, BOB = RequestHandle(0, 1), RequestHandle(1, 1)
+EXTRA = Claim(5, Role.EXTRA, 10)
 
 
 def captured(rows: Rows, row: int, handle: RequestHandle = ALICE) -> Rows:
@@ -161,29 +163,30 @@ def test_unpinning_more_than_was_pinned_is_noticed() -> None:
 
 def test_an_identified_prefix_keeps_its_row_unless_it_is_known() -> None:
     rows, checkpoints = library({"key": ("capture", 1)}, {"key": ("capture", 2), "role": Role.ANCHOR})
-    rows, checkpoints = identify(rows, checkpoints, 1, "tokens")
+    rows, checkpoints, _ = identify(rows, checkpoints, 1, "tokens")
     assert ids_of(checkpoints, "tokens") == (1,)
     with pytest.raises(InvariantError, match="restored"):
         identify(rows, pin(checkpoints, 2), 2, "tokens")
-    rows, checkpoints = identify(rows, checkpoints, 2, "tokens")
+    rows, checkpoints, merged = identify(rows, checkpoints, 2, "tokens")
+    assert merged == {}, "another role: an alias under its own id"
     assert checkpoints.rows.tolist() == [1, 1]
     assert (rows.use_of(1), rows.use_of(2)) == (RowUse.PUBLISHED, RowUse.FREE)
 
 
 def test_an_optional_capture_needs_a_second_row_beside_the_guard() -> None:
-    assert arm(new_rows(1), new_checkpoints(), ALICE, 10, Role.EXTRA, anchor=20) is None
-    granted = arm(new_rows(2), new_checkpoints(), ALICE, 10, Role.EXTRA, anchor=20)
+    assert arm(new_rows(1), new_checkpoints(), ALICE, EXTRA, anchor=20) is None
+    granted = arm(new_rows(2), new_checkpoints(), ALICE, EXTRA, anchor=20)
     assert granted is not None
     assert rows_of(granted.rows, ALICE, RowUse.GUARDED) == [1]
     assert rows_of(granted.rows, ALICE, RowUse.ARMED) == [granted.row] == [2]
-    assert arm(granted.rows, granted.checkpoints, BOB, 10, Role.EXTRA) is None, "a guard is not free"
+    assert arm(granted.rows, granted.checkpoints, BOB, EXTRA) is None, "a guard is not free"
 
 
 def test_the_anchor_takes_its_guarded_row() -> None:
-    first = arm(new_rows(2), new_checkpoints(), ALICE, 10, Role.EXTRA, anchor=20)
+    first = arm(new_rows(2), new_checkpoints(), ALICE, EXTRA, anchor=20)
     assert first is not None
     rows = state_rows.begin_copy(first.rows, first.row, 7)
-    anchor = arm(rows, first.checkpoints, ALICE, 20, Role.ANCHOR)
+    anchor = arm(rows, first.checkpoints, ALICE, Claim(5, Role.ANCHOR, 20))
     assert anchor is not None
     assert (anchor.row, anchor.rows.use_of(2)) == (1, RowUse.COPYING)
 
@@ -261,3 +264,38 @@ def test_release_returns_everything_of_one_request() -> None:
 def test_a_row_that_does_not_exist_is_noticed(row: int) -> None:
     with pytest.raises(InvariantError, match="there are rows 1 to 1"):
         state_rows.guard(new_rows(1), row, ALICE, 5)
+
+
+@pytest.mark.parametrize(
+    ("claim", "obtains"),
+    [
+        (Claim(4, Role.ANCHOR, 99), False),  # of a request that was admitted before the one that published
+        (Claim(6, Role.EXTRA, 1), True),
+        (Claim(5, Role.EXTRA, 99), False),  # the extra of the request whose prompt end is published
+        (Claim(5, Role.PROMPT_END, 9), False),
+        (Claim(5, Role.PROMPT_END, 10), True),
+        (Claim(5, Role.ANCHOR, 1), True),
+    ],
+)
+def test_a_capture_never_evicts_what_is_more_protected_than_itself(claim: Claim, obtains: bool) -> None:
+    rows, checkpoints = library({"role": Role.PROMPT_END})
+    assert (obtain(rows, checkpoints, claim, in_use={1}) is not None) == obtains
+    assert (arm(rows, checkpoints, ALICE, claim, in_use={1}) is not None) == obtains
+    assert obtain(rows, checkpoints, claim) is not None, "what no resident request uses gives way to one that is"
+    assert reserve_private(rows, checkpoints, ALICE, {1}) is not None, "mandatory rows take what they need"
+
+
+def test_what_residents_use_is_in_demand_now() -> None:
+    _, checkpoints = library({"demand_ns": 1, "role": Role.EXTRA}, {"demand_ns": 9, "role": Role.ANCHOR})
+    assert victim_row(checkpoints) == 1
+    assert victim_row(checkpoints, in_use={1}) == 2
+    assert victim_row(checkpoints, in_use={1, 2}) == 1
+
+
+def test_a_merged_checkpoint_is_a_demand_for_the_older_one() -> None:
+    rows, checkpoints = library({"key": "text", "demand_ns": 3, "pages": (1,)}, {"key": ("capture", 2), "pages": (2,)})
+    rows, checkpoints, merged = identify(rows, checkpoints, 2, "text")
+    assert (merged, checkpoints.ids.tolist(), checkpoints.demand_ns.tolist()) == ({2: 1}, [1], [5])
+    assert (checkpoints.pages, rows.use_of(2)) == (((1,),), RowUse.FREE)
+    with pytest.raises(InvariantError, match="another number"):
+        identify(*library({"key": "text"}, {"endpoint": 11}), 2, "text")

@@ -145,6 +145,8 @@ CORRUPTIONS: list[tuple[int, str, Callable[[State], State]]] = [
     (21, "a cut lost", lambda s: kept(cuts=((), *s.retention.cuts[1:]))(s)),
     (21, "a skip counted twice", lambda s: counts(skipped=(1,) * len(s.retention.counts.skipped))(s)),
     (21, "a free slot with credit", slot("credit_ns", 3, 1.0)),
+    (21, "a free slot that uses a checkpoint", lambda s: kept(used=(*s.retention.used[:3], (1,)))(s)),
+    (21, "a use of what was never given", lambda s: kept(used=((9,), *s.retention.used[1:]))(s)),
     (21, "an infinite credit", slot("credit_ns", 0, np.inf)),
     (21, "a capture of tokens to come", slot("captured_len", 0, 99)),
     (21, "cuts out of order", lambda s: kept(cuts=tuple(cuts[::-1] for cuts in s.retention.cuts))(s)),

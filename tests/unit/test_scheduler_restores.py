@@ -31,9 +31,11 @@ from tests.unit.checkpoint_toy import (
     occupied,
     ready,
     run,
+    skipped,
     submit,
     uses,
 )
+from tests.unit.scheduler_toy import MS
 
 FREE, ARMED, GUARDED, PUBLISHED = RowUse.FREE, RowUse.ARMED, RowUse.GUARDED, RowUse.PUBLISHED
 
@@ -115,7 +117,7 @@ def test_an_identified_duplicate_frees_its_row() -> None:
     state = identify_checkpoint(identify_checkpoint(library(), 1, b"a"), 2, b"b")
     assert uses(state) == [PUBLISHED, PUBLISHED]
     assert identify_checkpoint(state, 9, b"c") is state, "gone, or never was"
-    with pytest.raises(InvariantError, match="tokens too"):
+    with pytest.raises(InvariantError, match="of tokens too"):
         identify_checkpoint(state, 2, b"a")
 
 
@@ -204,3 +206,24 @@ def test_the_holder_offers_the_same_events() -> None:
     scheduler.demand_checkpoint(1)
     scheduler.identify_checkpoint(1, b"prefix")
     assert scheduler.state == identify_checkpoint(demand_checkpoint(library(), 1), 1, b"prefix")
+
+
+def test_what_a_resident_request_uses_is_in_demand_until_it_is_gone() -> None:
+    """Checkpoint 2 was asked for later, but a resident request was restored from checkpoint 1."""
+    state, handle = asked(library(), 12, 3, restore_from=1, restored_len=8)
+    state = ready(state)
+    state = demand_checkpoint(advance_to(state, state.now_ns + MS), 2)
+    assert state.retention.used[handle.slot] == (1,)
+    assert occupied(state).retention.checkpoints.ids.tolist() == [1]
+    state = advance_to(state, state.now_ns + MS)
+    state = cancel(state, handle)
+    assert state.retention.used[handle.slot] == ()
+    assert state.retention.checkpoints.demand_ns[0] == state.now_ns
+
+
+def test_a_later_capture_does_not_take_the_row_of_its_own_anchor() -> None:
+    """One row: the prompt end and the terminal state give way to the anchor, which is kept."""
+    state, _ = asked(hybrid_state(1), message_ends=(15,))
+    state, events, _ = run(state)
+    assert published(events) == [(15, CheckpointRole.ANCHOR)]
+    assert skipped(state) == {"no_row": 1, "terminal_no_row": 1}
