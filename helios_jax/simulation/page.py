@@ -121,10 +121,10 @@ def _first_outputs(experiment: Experiment, outcome: Outcome) -> str:
     if not len(waits):
         return _NOTHING
     limit = experiment.objectives.ttft_ms
-    figure = Figure("Distribution of the time to first token", logarithmic("ms", waits), _SHARE)
+    figure = Figure("Distribution of the time to first token", logarithmic("ms, logarithmic", waits), _SHARE)
     figure.line(_distribution(waits), 0)
     figure.limit(limit, f"objective {limit:g} ms", vertical=True)
-    over_time = Figure("Time to first token over time", linear("s", arrivals), logarithmic("ms", waits))
+    over_time = Figure("Time to first token over time", linear("s", arrivals), logarithmic("ms, logarithmic", waits))
     over_time.cloud(np.stack([arrivals, waits], axis=1), 0)
     over_time.limit(limit, f"objective {limit:g} ms", vertical=False)
     return figure.svg() + over_time.svg()
@@ -134,7 +134,7 @@ def _gaps(experiment: Experiment, outcome: Outcome) -> str:
     gaps, limit = gaps_ms(outcome.requests), experiment.objectives.gap_ms
     if not len(gaps):
         return _NOTHING
-    figure = Figure("Distribution of the gaps between outputs", logarithmic("ms", gaps), _SHARE)
+    figure = Figure("Distribution of the gaps between outputs", logarithmic("ms, logarithmic", gaps), _SHARE)
     figure.line(_distribution(gaps), 1)
     figure.limit(limit, f"objective {limit:g} ms", vertical=True)
     return figure.svg()
@@ -212,7 +212,7 @@ def _prices(experiment: Experiment, outcome: Outcome, trace: Trace) -> tuple[str
     number = recorder.tracked
     seconds = prices[:, 0]
     span = Axis(label="s", low=float(seconds.min()), high=max(float(seconds.max()), float(seconds.min()) + 1e-3))
-    figure = Figure("Prices of one request", span, logarithmic("value", values))
+    figure = Figure("Prices of one request", span, logarithmic("value, logarithmic", values))
     figure.line(prices[:, [0, 1]], 0, "next token (intrinsic value + fairness / rate)")
     figure.line(prices[:, [0, 2]], 1, "next delivery (fairness / rate)")
     prompt, output, at_s = (column[number].item() for column in (trace.prompt_len, trace.output_len, trace.at_s))

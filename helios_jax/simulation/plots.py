@@ -127,9 +127,15 @@ class Figure:
         at = self._px(value) if vertical else self._py(value)
         ends = (at, TOP, at, HEIGHT - BOTTOM) if vertical else (LEFT, at, WIDTH - RIGHT, at)
         x1, y1, x2, y2 = ends
-        place = f'x="{at + 4:.1f}" y="{TOP + 10}"' if vertical else f'x="{LEFT + 4}" y="{at - 4:.1f}"'
+        if vertical:  # beside the line, on the side that has room
+            right = at < WIDTH * 2 / 3
+            place = (
+                f'class="ink{"" if right else " end"}" x="{at + (4 if right else -4):.1f}" y="{HEIGHT - BOTTOM - 8}"'
+            )
+        else:
+            place = f'class="ink" x="{LEFT + 4}" y="{at - 4:.1f}"'
         self._marks.append(f'<line class="rule" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
-        self._marks.append(f'<text class="ink" {place}>{escape(label)}</text>')
+        self._marks.append(f"<text {place}>{escape(label)}</text>")
 
     def svg(self) -> str:
         """The figure with its legend."""
