@@ -49,15 +49,19 @@ def durations(shape: ProgramShape, work: Work) -> float:
 
 
 def workload(seed: int, *, frames: int = 2) -> list[str]:
-    """Digests after every frame of a random run: arrivals, cancellations, pauses, endings."""
+    """Digests after every frame of a random run: arrivals, cancellations, pauses, endings.
+
+    Requests come in equal pairs and there are fewer rows than streams, so that ties have to be broken.
+    """
     rng = random.Random(seed)
-    world = World(SHAPES, durations, slots=SLOTS, frames=frames, known=lambda s: s.batch_capacity != 2)
+    shapes = catalog(initialize(1, 8), decode(1, 2), prefill((1, 64), (1, 256), (4, 256)))
+    world = World(shapes, durations, slots=SLOTS, frames=frames, known=lambda s: s.batch_capacity != 2)
     digests = []
     for _ in range(70):
         free = int((world.state.requests.phase == 0).sum())
-        if free and rng.random() < 0.2:
-            stops = frozenset({9, 11, 10**6})
-            world.arrive(spec(rng.randint(1, 400), rng.randint(1, 60), message_ends=(20, 90), stop_token_ids=stops))
+        if free > 1 and rng.random() < 0.3:
+            stops, length, output = frozenset({9, 11, 10**6}), rng.randint(1, 400), rng.randint(1, 60)
+            world.arrive(*[spec(length, output, message_ends=(20, 90), stop_token_ids=stops)] * 2)
         if rng.random() < 0.03 and world.streams:
             world.state = cancel(world.state, rng.choice(sorted(world.streams)))
         if world.step() is None:
