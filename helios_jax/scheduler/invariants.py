@@ -25,6 +25,10 @@ test that plants the corruption it guards against. None reads the counter that i
 19. A request has one destination at most, at or ahead of its state; no prefill passes it.
 20. Checkpoints: ids grow; key, row and length go together; pins are those of waiting restores.
 21. Every possible cut is captured, skipped or ahead; free slots keep no captures.
+22. Images: windows are those that the storage gives; no prompt is consumed ahead of its images.
+23. Boundaries: a prompt stops at the next mandatory position at the latest, never inside an image.
+24. Copies: who waits for one has its row, who has further windows a private one; only ended requests have an end.
+25. Acceptance: means are probabilities, weights within the cap, the prior falls; unused slots know nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ import numpy as np
 
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler.cost import WINDOW, median_ns
+from helios_jax.scheduler.invariants_acceptance import estimates
 from helios_jax.scheduler.invariants_ledgers import budgets, episodes, queue
 from helios_jax.scheduler.invariants_rows import captures, published, row_columns, row_fences, row_uses
+from helios_jax.scheduler.invariants_stages import boundaries, copies, images
 from helios_jax.scheduler.programs import misfit
 from helios_jax.scheduler.resources import pages_for
 from helios_jax.scheduler.service import MAX_R, MIN_R
@@ -262,4 +268,8 @@ _CHECKS: tuple[Callable[[State], str | None], ...] = (
     row_columns,
     published,
     captures,
+    images,
+    boundaries,
+    copies,
+    estimates,
 )
