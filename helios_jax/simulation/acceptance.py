@@ -113,15 +113,17 @@ def acceptance_names(path: Path) -> tuple[str, ...]:
 
 
 def load_acceptance(source: str) -> AcceptanceTable:
-    """The table of `FILE:NAME`; the name may be shortened to any part of it that is unique.
+    """The table of `FILE:NAME`: its whole name, one of the parts between slashes, or any text in it, if unique.
 
     Raises:
         ConfigError: No such file, or no or several tables match; the message lists them.
     """
     path, name = _split(source)
     tables = _tables(path)
-    exact = [table for table in tables.values() if table.name.lower() == name.lower()]
-    matches = exact or [table for table in tables.values() if name and name.lower() in table.name.lower()]
+    wanted = name.lower()
+    matches = [table for table in tables.values() if wanted == table.name.lower()]
+    matches = matches or [table for table in tables.values() if wanted in table.name.lower().split("/")]
+    matches = matches or [table for table in tables.values() if wanted and wanted in table.name.lower()]
     if len(matches) == 1:
         return matches[0]
     if len(matches) > 1:

@@ -75,6 +75,7 @@ def test_every_table_of_the_shared_file_is_usable() -> None:
         assert all(0 < b <= a < 1 for a, b in zip(table.rates, table.rates[1:] + table.rates[-1:], strict=True))
     llama = load_acceptance(f"{path}:eagle3/Llama-3.1-8B")
     assert llama.mean_length == pytest.approx(2.605, abs=1e-3)
+    assert load_acceptance(f"{path}:llama-3.1-8b-instruct") == llama
 
 
 @pytest.mark.parametrize(
