@@ -12,7 +12,7 @@ import pathlib
 import re
 from typing import Any
 
-from helios_jax.aot.manifest import MANIFEST_NAME, PROGRAMS_DIR, TEXT_DIR, WEIGHTS_DIR
+from helios_jax.aot.manifest import DRAFT_WEIGHTS_DIR, MANIFEST_NAME, PROGRAMS_DIR, TEXT_DIR, WEIGHTS_DIR
 from helios_jax.aot.store import LOCK_NAME, TEMP_PREFIX, is_writable
 from helios_jax.aot.text_files import GGUF_NAME, HF_FILES
 from helios_jax.errors import CoreError
@@ -67,7 +67,7 @@ def _is_all_ours(root: pathlib.Path, names: set[str]) -> bool:
     A manifest alone, damaged or somebody else's, proves nothing.
     """
     parts = names - {MANIFEST_NAME}
-    if not parts or not parts <= {PROGRAMS_DIR, WEIGHTS_DIR, TEXT_DIR}:
+    if not parts or not parts <= {PROGRAMS_DIR, WEIGHTS_DIR, DRAFT_WEIGHTS_DIR, TEXT_DIR}:
         return False
     return all((root / name).is_dir() and _is_our_part(root / name) for name in parts)
 

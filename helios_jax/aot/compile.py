@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -30,12 +31,34 @@ from helios_jax.scheduler.catalog import ProgramShape
 Program = Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
 
 
+def abstract_params(model: Model, dtype: str) -> Any:
+    """The parameter tree of programs of one model."""
+    return model.abstract_params(dtype)
+
+
 class ProgramFactory(NamedTuple):
-    """Where program functions and device states come from (a test may bring its own)."""
+    """Where program functions, their parameters and device states come from (a test may bring its own)."""
 
     build_program: Callable[[ProgramShape, Model, Dims, str], Program]
     abstract_state: AbstractState
     new_state: Callable[[Model, Dims, str], Any]
+    abstract_params: Callable[[Model, str], Any] = abstract_params
+
+    def with_draft(self, draft: Model | None) -> ProgramFactory:
+        """The factory of a core with this draft model: every program takes and keeps its weights and context."""
+        if draft is None:
+            return self
+        # Only the functions of a core with a draft model take one: a factory without may leave the argument out.
+        build, abstract, new = (functools.partial(cast("Any", f), draft=draft) for f in self[:3])
+        return ProgramFactory(
+            build,
+            abstract,
+            new,
+            lambda model, dtype: {
+                "target": self.abstract_params(model, dtype),
+                "draft": self.abstract_params(draft, dtype),
+            },
+        )
 
 
 def default_factory() -> ProgramFactory:
@@ -83,7 +106,7 @@ class Compiler:
         """The abstract (params, state, ints, floats) of a program."""
         layout = control_layout(shape, self.dims)
         return (
-            self.model.abstract_params(self.dtype),
+            self.factory.abstract_params(self.model, self.dtype),
             self.factory.abstract_state(self.model, self.dims, self.dtype),
             jax.ShapeDtypeStruct((layout.int_size,), np.int32),
             jax.ShapeDtypeStruct((layout.float_size,), np.float32),

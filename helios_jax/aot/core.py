@@ -15,14 +15,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest
-from helios_jax.aot.options import CoreOptions, conflicts, options_given
-from helios_jax.aot.preparation import load_core, prepare
+from helios_jax.aot.manifest import MANIFEST_NAME
+from helios_jax.aot.options import CoreOptions, options_given
+from helios_jax.aot.preparation import load_core, opened_draft, prepare
 from helios_jax.aot.prepared import CoreSourceInfo, PreparedCore
 from helios_jax.aot.progress import Progress, silent
 from helios_jax.aot.runner import DeviceRunner, InFlight
 from helios_jax.aot.source import Source
-from helios_jax.errors import ConfigError
 from helios_jax.models.source import open_source
 
 __all__ = [
@@ -51,9 +50,14 @@ def is_core(path: pathlib.Path | str) -> bool:
     return (pathlib.Path(path) / MANIFEST_NAME).is_file()
 
 
-def core_directory(source: Source, options: CoreOptions, cache_dir: pathlib.Path) -> pathlib.Path:
-    """The directory of one model with one set of options; a changed checkpoint gets another."""
-    key = json.dumps([source.config_digest(), source.weights_digest(), options.to_json()], sort_keys=True)
+def core_directory(
+    source: Source, options: CoreOptions, cache_dir: pathlib.Path, draft: Source | None = None
+) -> pathlib.Path:
+    """The directory of one model, and draft model, with one set of options; a changed checkpoint gets another."""
+    facts: list[Any] = [source.config_digest(), source.weights_digest(), options.to_json()]
+    if draft is not None:
+        facts += [draft.config_digest(), draft.weights_digest()]
+    key = json.dumps(facts, sort_keys=True)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.")[:60] or "model"
     return cache_dir / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
@@ -63,6 +67,8 @@ def open_core(
     options: CoreOptions | Mapping[str, Any] | None = None,
     cache_dir: pathlib.Path | str | None = None,
     progress: Progress = silent,
+    *,
+    draft: Source | None = None,
 ) -> PreparedCore:
     """Opens a prepared core, or prepares the core of a model on first use.
 
@@ -70,27 +76,21 @@ def open_core(
         model_or_core: A core's directory, an opened model source, or what
             `models.source.open_source` takes (a name, a directory, a GGUF, a hub id).
         options: None means the defaults. A core keeps its own; one that is set to something
-            else than the core holds is refused. A mapping names exactly those that are set;
-            of `CoreOptions`, those that differ from the class defaults are.
+            else than the core holds is refused, but for rounds that can be left out: `spec_method`
+            "none", fewer `num_draft_tokens`, less `speculative_token_capacity`. A mapping names
+            exactly those that are set; of `CoreOptions`, those that differ from the class defaults are.
         cache_dir: Where the cores of models are kept; None means `default_cache_dir()`.
+        draft: The opened draft model; None opens what `options` name.
 
     Raises:
         ConfigError, CheckpointError, CoreError: As `prepare` and `load_core` say.
     """
     if isinstance(model_or_core, (str, pathlib.Path)) and is_core(model_or_core):
-        _refuse_conflicts(pathlib.Path(model_or_core), options)
-        return load_core(model_or_core, progress)
+        return load_core(model_or_core, progress, options=options)
     source: Source = open_source(model_or_core) if isinstance(model_or_core, (str, pathlib.Path)) else model_or_core
     if not isinstance(options, CoreOptions):
         options = CoreOptions(**options_given(options or {}))
-    options = options.resolve(source.model)
+    draft = opened_draft(options, draft)
+    options = options.resolve(source.model, draft.model if draft is not None else None)
     root = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    return prepare(source, options, core_directory(source, options, root), progress)
-
-
-def _refuse_conflicts(core: pathlib.Path, options: CoreOptions | Mapping[str, Any] | None) -> None:
-    if options is None:
-        return
-    lines = conflicts(options, read_manifest(core).options)
-    if lines:
-        raise ConfigError(f"{core} was prepared with other options ({'; '.join(lines)}): leave them out, or prepare")
+    return prepare(source, options, core_directory(source, options, root, draft), progress, draft=draft)

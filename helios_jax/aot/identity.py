@@ -5,33 +5,44 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 from helios_jax.aot.abi import Dims
 from helios_jax.aot.compile import ProgramFactory
 from helios_jax.aot.fingerprint import current_fingerprint, differences, helios_version
-from helios_jax.aot.manifest import MANIFEST_NAME, Manifest, SourceInfo, read_manifest
+from helios_jax.aot.manifest import MANIFEST_NAME, DraftInfo, Manifest, SourceInfo, read_manifest
 from helios_jax.aot.memory import MemoryPlan, device_budget, plan_memory
-from helios_jax.aot.options import CoreOptions
+from helios_jax.aot.options import CoreOptions, conflicts, load_options
 from helios_jax.aot.source import Source
+from helios_jax.aot.speculation import reduced, round_shapes
 from helios_jax.errors import ConfigError, CoreError
 from helios_jax.models.interface import Model
-from helios_jax.scheduler.catalog import Catalog, serving_catalog
+from helios_jax.scheduler.catalog import Catalog, ProgramShape, serving_catalog
 
 
 def expected_manifest(
-    source: Source, asked: CoreOptions, stored: Manifest | None, factory: ProgramFactory
+    source: Source, asked: CoreOptions, stored: Manifest | None, factory: ProgramFactory, draft: Source | None = None
 ) -> tuple[Manifest, MemoryPlan]:
     """The manifest, without files, of the core of `source`; `stored` is the directory's earlier one.
 
+    Args:
+        factory: Of a core with `draft`, if there is one.
+        draft: The draft model's source.
+
     Raises:
-        ConfigError: An option is out of range for the model or the memory.
+        ConfigError: An option is out of range for the models or the memory.
     """
-    options = asked.resolve(source.model)
-    dims, plan = plan_pages(source.model, asked, options, stored, source.config_digest(), factory)
+    draft_model = draft.model if draft is not None else None
+    options = asked.resolve(source.model, draft_model)
+    info, draft_facts = source_info(source), draft_info(draft) if draft is not None else None
+    same = stored is not None and stored.asked == asked and not _other_models(stored, info, draft_facts)
+    dims, plan = plan_pages(source.model, draft_model, options, stored if same else None, factory)
     manifest = Manifest(
         helios_version=helios_version(),
         fingerprint=current_fingerprint(),
-        source=source_info(source),
+        source=info,
+        draft=draft_facts,
         asked=asked,
         options=options,
         dims=dims,
@@ -41,14 +52,16 @@ def expected_manifest(
     return manifest, plan
 
 
-def reopened_manifest(stored: Manifest, model: Model, factory: ProgramFactory) -> tuple[Manifest, MemoryPlan]:
+def reopened_manifest(
+    stored: Manifest, model: Model, factory: ProgramFactory, draft: Model | None = None
+) -> tuple[Manifest, MemoryPlan]:
     """The manifest, without programs, of a stored core in this process.
 
     Raises:
         ConfigError: Its pages do not fit what is free now.
     """
     pages = dataclasses.replace(stored.options, num_pages=stored.dims.num_pages - 1)
-    _, plan = plan_memory(model, pages, factory.abstract_state, memory_budget(pages))
+    _, plan = plan_memory(model, pages, factory.abstract_state, memory_budget(pages), draft)
     manifest = dataclasses.replace(
         stored, fingerprint=current_fingerprint(), helios_version=helios_version(), programs=(), failed=()
     )
@@ -79,9 +92,60 @@ def source_info(source: Source) -> SourceInfo:
     )
 
 
+def draft_info(draft: Source) -> DraftInfo:
+    return DraftInfo(
+        name=draft.name,
+        family=draft.model.family,
+        config_digest=draft.config_digest(),
+        weights_digest=draft.weights_digest(),
+        num_params=draft.num_params,
+        model_config=draft.model_config(),
+    )
+
+
 def core_catalog(options: CoreOptions) -> Catalog:
+    """Every program of a core with these resolved options: the plain ones, whatever the method, and its rounds."""
     assert options.prefill_chunk is not None
-    return serving_catalog(max_slots=options.max_slots, prefill_chunk=options.prefill_chunk)
+    plain = serving_catalog(max_slots=options.max_slots, prefill_chunk=options.prefill_chunk)
+    rounds = round_shapes(
+        method=options.spec_method,
+        max_slots=options.max_slots,
+        draft_tokens=options.num_draft_tokens or 0,
+        token_capacity=options.speculative_token_capacity or 0,
+    )
+    return Catalog((*plain, *rounds))
+
+
+def loaded_options(root: pathlib.Path, stored: Manifest, asked: CoreOptions | Mapping[str, Any] | None) -> CoreOptions:
+    """The options under which a stored core is loaded; see `options.load_options`.
+
+    Raises:
+        ConfigError: What was asked for is not what the core holds, nor a part of it.
+    """
+    asked = asked if asked is not None else {}
+    if lines := conflicts(asked, stored.options):
+        raise ConfigError(f"{root} was prepared with other options ({'; '.join(lines)}): leave them out, or prepare")
+    options = load_options(asked, stored.options)
+    if options == stored.options or options.spec_method == "none":
+        return options
+    depths = {shape.proposal_depth for shape in loaded_shapes(stored.catalog, options)}
+    if options.num_draft_tokens not in depths:
+        there = sorted({(s.proposal_depth, s.packed_capacity) for s in stored.catalog if s.proposal_depth})
+        raise ConfigError(
+            f"{root} has no rounds of num_draft_tokens {options.num_draft_tokens} within speculative_token_capacity"
+            f" {options.speculative_token_capacity}; it has (tokens, rows) {', '.join(map(str, there))}"
+        )
+    return options
+
+
+def loaded_shapes(catalog: tuple[ProgramShape, ...], options: CoreOptions) -> tuple[ProgramShape, ...]:
+    """The shapes of a core's catalogue that a load with `options` brings into memory."""
+    return reduced(
+        catalog,
+        method=options.spec_method,
+        draft_tokens=options.num_draft_tokens,
+        token_capacity=options.speculative_token_capacity,
+    )
 
 
 def memory_budget(options: CoreOptions) -> int | None:
@@ -89,31 +153,25 @@ def memory_budget(options: CoreOptions) -> int | None:
 
 
 def plan_pages(
-    model: Model,
-    asked: CoreOptions,
-    resolved: CoreOptions,
-    stored: Manifest | None,
-    config_digest: str,
-    factory: ProgramFactory,
+    model: Model, draft: Model | None, resolved: CoreOptions, same: Manifest | None, factory: ProgramFactory
 ) -> tuple[Dims, MemoryPlan]:
-    """The memory plan; that of an earlier prepare with the same options while it still fits.
+    """The memory plan; that of `same`, an earlier prepare with the same options, while it still fits.
 
     Free memory differs from start to start: without this, the number of pages, and with it
     every program, would too.
     """
     budget = memory_budget(resolved)
-    if stored is not None and stored.asked == asked and stored.source.config_digest == config_digest:
-        pages = dataclasses.replace(resolved, num_pages=stored.dims.num_pages - 1)
+    if same is not None:
+        pages = dataclasses.replace(resolved, num_pages=same.dims.num_pages - 1)
         with contextlib.suppress(ConfigError):
-            return plan_memory(model, pages, factory.abstract_state, budget)
-    return plan_memory(model, resolved, factory.abstract_state, budget)
+            return plan_memory(model, pages, factory.abstract_state, budget, draft)
+    return plan_memory(model, resolved, factory.abstract_state, budget, draft)
 
 
 def why_rejected(stored: Manifest, manifest: Manifest) -> str:
     """Why the stored programs cannot serve `manifest`; "" when they can."""
     lines = differences(stored.fingerprint, manifest.fingerprint)
-    if stored.source.config_digest != manifest.source.config_digest:
-        lines.append("the core is of another model")
+    lines += _other_models(stored, manifest.source, manifest.draft)
     if stored.options.dtype != manifest.options.dtype:
         lines.append(f"dtype was {stored.options.dtype}, is {manifest.options.dtype}")
     for field in dataclasses.fields(Dims):
@@ -123,11 +181,33 @@ def why_rejected(stored: Manifest, manifest: Manifest) -> str:
     return "; ".join(lines)
 
 
+def _other_models(stored: Manifest, source: SourceInfo, draft: DraftInfo | None) -> list[str]:
+    """How the models' configurations differ from the stored ones; their weights do not matter to a program."""
+    lines = []
+    if stored.source.config_digest != source.config_digest:
+        lines.append("the core is of another model")
+    if (stored.draft and stored.draft.config_digest) != (draft and draft.config_digest):
+        old, new = (f"draft model {info.name}" if info else "no draft model" for info in (stored.draft, draft))
+        lines.append(f"the core has {old}, wanted is {new}" if old != new else f"{new} has another configuration")
+    return lines
+
+
 def same_weights(stored: Manifest, manifest: Manifest) -> bool:
     """Whether converting again would give what is stored (same files, dtype and converter)."""
+    return _same_files(stored, manifest, stored.source, manifest.source)
+
+
+def same_draft_weights(stored: Manifest, manifest: Manifest) -> bool:
+    """`same_weights` of the draft models; False without one."""
+    if stored.draft is None or manifest.draft is None:
+        return False
+    return _same_files(stored, manifest, stored.draft, manifest.draft)
+
+
+def _same_files(stored: Manifest, manifest: Manifest, old: SourceInfo | DraftInfo, new: SourceInfo | DraftInfo) -> bool:
     return (
-        stored.source.weights_digest == manifest.source.weights_digest
-        and stored.source.config_digest == manifest.source.config_digest
+        old.weights_digest == new.weights_digest
+        and old.config_digest == new.config_digest
         and stored.options.dtype == manifest.options.dtype
         and stored.fingerprint.get("sources") == manifest.fingerprint.get("sources")
     )

@@ -22,6 +22,7 @@ FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 PROGRAMS_DIR = "programs"
 WEIGHTS_DIR = "weights"
+DRAFT_WEIGHTS_DIR = "draft-weights"
 TEXT_DIR = "text"
 
 
@@ -81,6 +82,18 @@ class SourceInfo:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftInfo:
+    """The draft model of a core, as `SourceInfo` describes its model; its tokenizer is the model's."""
+
+    name: str
+    family: str
+    config_digest: str
+    weights_digest: str
+    num_params: int
+    model_config: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredFile:
     """A file below the core directory."""
 
@@ -94,7 +107,8 @@ class Manifest:
     """Everything that decides whether the files of a core may be used.
 
     `options` are resolved; `asked` are those the caller gave (a later prepare with the same
-    ones keeps the memory plan, whatever is free then).
+    ones keeps the memory plan, whatever is free then). `draft` and `draft_weights` are those of the
+    draft model, if the core has one.
     """
 
     helios_version: str
@@ -109,6 +123,8 @@ class Manifest:
     failed: tuple[FailedEntry, ...] = ()
     weights: tuple[StoredFile, ...] = ()
     text: tuple[StoredFile, ...] = ()
+    draft: DraftInfo | None = None
+    draft_weights: tuple[StoredFile, ...] = ()
     complete: bool = False
 
     def entry(self, name: str) -> ProgramEntry | None:
@@ -141,6 +157,7 @@ def _from_json(data: dict[str, Any]) -> Manifest:
     def shaped(items: list[dict[str, Any]], cls: type) -> tuple[Any, ...]:
         return tuple(cls(**{**item, "shape": shape_from_json(item["shape"])}) for item in items)
 
+    data = {"draft": None, "draft_weights": []} | data  # cores from before there were draft models
     fields = {field.name: data[field.name] for field in dataclasses.fields(Manifest)}
     source = fields["source"]
     fields["source"] = SourceInfo(**{**source, "eos_token_ids": tuple(source["eos_token_ids"])})
@@ -151,6 +168,8 @@ def _from_json(data: dict[str, Any]) -> Manifest:
     fields["failed"] = shaped(fields["failed"], FailedEntry)
     fields["weights"] = tuple(StoredFile(**item) for item in fields["weights"])
     fields["text"] = tuple(StoredFile(**item) for item in fields["text"])
+    fields["draft"] = DraftInfo(**fields["draft"]) if fields["draft"] is not None else None
+    fields["draft_weights"] = tuple(StoredFile(**item) for item in fields["draft_weights"])
     return Manifest(**fields)
 
 
@@ -186,7 +205,8 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
 
 def _check_paths(manifest: Manifest) -> None:
     """Every file lies below the core directory, whatever the manifest claims."""
-    for path in [*(e.file for e in manifest.programs), *(f.path for f in (*manifest.weights, *manifest.text))]:
+    files = (*manifest.weights, *manifest.text, *manifest.draft_weights)
+    for path in [*(entry.file for entry in manifest.programs), *(file.path for file in files)]:
         pure = pathlib.PurePosixPath(path)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
             raise ValueError(f"path {path!r} leaves the core")

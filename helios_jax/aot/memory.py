@@ -33,8 +33,8 @@ class MemoryPlan:
     """Bytes of a core's long-lived arrays.
 
     Attributes:
-        params_bytes: Weights in the core's dtype.
-        page_bytes: One KV page over all layers, keys and values.
+        params_bytes: Weights in the core's dtype, those of a draft model included.
+        page_bytes: One KV page over all layers, keys and values, those of a draft model included.
         state_bytes: The whole device state: pool and slot table. Every program is donated it.
         budget_bytes: What weights and state may take together; None if nobody can say.
         wanted_pages: Usable pages that every slot at full context would need.
@@ -100,31 +100,43 @@ def device_budget(utilization: float) -> int | None:
 
 
 def make_dims(model: Model, options: CoreOptions, usable_pages: int) -> Dims:
-    """Static extents for resolved `options`; one more page than usable, page 0 is scratch."""
+    """Static extents for resolved `options`; one more page than usable, page 0 is scratch.
+
+    A page table covers the whole context and what a draft model may write behind it.
+    """
     assert options.max_context is not None
     return Dims(
         slots=options.max_slots,
-        pages_per_slot=-(-options.max_context // options.page_size),
+        pages_per_slot=-(-(options.max_context + options.draft_extent) // options.page_size),
         num_pages=usable_pages + 1,
         page_size=options.page_size,
         vocab_size=model.vocab_size,
     )
 
 
-def measure(model: Model, dims: Dims, dtype: str, abstract_state: AbstractState) -> tuple[int, int, int]:
-    """(weights, state at `dims`, one page) in bytes, from the abstract trees alone."""
+def measure(
+    model: Model, dims: Dims, dtype: str, abstract_state: AbstractState, draft: Model | None = None
+) -> tuple[int, int, int]:
+    """(weights, state at `dims`, one page) in bytes, from the abstract trees alone; see `plan_memory`."""
     state = tree_bytes(abstract_state(model, dims, dtype))
     one_more = tree_bytes(abstract_state(model, dataclasses.replace(dims, num_pages=dims.num_pages + 1), dtype))
-    return tree_bytes(model.abstract_params(dtype)), state, one_more - state
+    params = sum(tree_bytes(each.abstract_params(dtype)) for each in (model, draft) if each is not None)
+    return params, state, one_more - state
 
 
 def plan_memory(
-    model: Model, options: CoreOptions, abstract_state: AbstractState, budget_bytes: int | None
+    model: Model,
+    options: CoreOptions,
+    abstract_state: AbstractState,
+    budget_bytes: int | None,
+    draft: Model | None = None,
 ) -> tuple[Dims, MemoryPlan]:
     """Chooses the number of pages for resolved `options`.
 
     Args:
+        abstract_state: Of a core with `draft`, if there is one.
         budget_bytes: What weights and state may take together; None = unknown, no cap.
+        draft: The draft model, whose weights and cache take memory too.
 
     Raises:
         ConfigError: The pages asked for do not fit, or not even one request of full
@@ -133,7 +145,7 @@ def plan_memory(
     per_slot = make_dims(model, options, 1).pages_per_slot
     wanted = options.max_slots * per_slot
     usable = options.num_pages if options.num_pages is not None else wanted
-    params, state, page = measure(model, make_dims(model, options, usable), options.dtype, abstract_state)
+    params, state, page = measure(model, make_dims(model, options, usable), options.dtype, abstract_state, draft)
     if budget_bytes is not None and params + state > budget_bytes:
         fixed = params + state - usable * page
         fitting = max(0, (budget_bytes - fixed) // page)

@@ -4,7 +4,7 @@
 2. The stored manifest is compared with what this process would make: same fingerprint,
    model and extents keep the stored programs, anything else gives the reason for each
    recompilation.
-3. Weights first (a broken model ends here, before minutes of compiling), then text files.
+3. Weights first, a draft model's too (a broken model ends here, before minutes of compiling), then text files.
 4. Programs are loaded or compiled (`programs_store`); the manifest grows with each.
 5. The programs run once with inactive lanes; then the core is complete and ready.
 
@@ -17,13 +17,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from helios_jax.aot.claim import claim, is_program_file
 from helios_jax.aot.compile import Compiler, ProgramFactory, default_factory
-from helios_jax.aot.identity import expected_manifest, reopened_manifest, same_weights, stored_manifest, why_rejected
-from helios_jax.aot.manifest import PROGRAMS_DIR, TEXT_DIR, Manifest, read_manifest, write_manifest
+from helios_jax.aot.identity import (
+    expected_manifest,
+    loaded_options,
+    loaded_shapes,
+    reopened_manifest,
+    same_draft_weights,
+    same_weights,
+    stored_manifest,
+    why_rejected,
+)
+from helios_jax.aot.manifest import (
+    DRAFT_WEIGHTS_DIR,
+    PROGRAMS_DIR,
+    TEXT_DIR,
+    WEIGHTS_DIR,
+    Manifest,
+    StoredFile,
+    read_manifest,
+    write_manifest,
+)
 from helios_jax.aot.memory import MemoryPlan
 from helios_jax.aot.options import CoreOptions
 from helios_jax.aot.prepared import CoreSourceInfo, PreparedCore
@@ -47,13 +66,16 @@ class _Job:
     """One preparation in progress.
 
     `manifest` is what the core will hold, `stored` what the directory held before, `on_disk`
-    what its manifest file says now.
+    what its manifest file says now; `options` are what it is loaded for, at most what it holds.
     """
 
     root: pathlib.Path
     writable: bool
     source: Source | None
     model: Model
+    draft_source: Source | None
+    draft: Model | None
+    options: CoreOptions
     plan: MemoryPlan
     manifest: Manifest
     stored: Manifest | None
@@ -70,12 +92,14 @@ def prepare(
     out_dir: pathlib.Path | str,
     progress: Progress = silent,
     *,
+    draft: Source | None = None,
     factory: ProgramFactory | None = None,
 ) -> PreparedCore:
     """Makes the core of `source` in `out_dir`, keeping what is already there and still valid.
 
     Args:
         source: An opened model, or what `models.source.open_source` takes.
+        draft: The opened draft model; None opens what `options.draft_model` names.
 
     Raises:
         ConfigError: An option is out of range for the model or the memory.
@@ -85,13 +109,15 @@ def prepare(
     root = pathlib.Path(out_dir)
     if isinstance(source, (str, pathlib.Path)):
         source = open_source(source)
-    options.resolve(source.model)  # a wrong option must not leave an empty directory behind
-    used_factory = factory or default_factory()
+    draft = opened_draft(options, draft)
+    draft_model = draft.model if draft is not None else None
+    options.resolve(source.model, draft_model)  # a wrong option must not leave an empty directory behind
+    used_factory = (factory or default_factory()).with_draft(draft_model)
     notes, progress = _collecting(progress)
     writable = claim(root)
     with _locked(root, writable, progress):
         stored, reject = stored_manifest(root)
-        manifest, plan = expected_manifest(source, options, stored, used_factory)
+        manifest, plan = expected_manifest(source, options, stored, used_factory, draft)
         if stored is not None:
             reject = why_rejected(stored, manifest)
         return _open(
@@ -100,6 +126,9 @@ def prepare(
                 writable=writable,
                 source=source,
                 model=source.model,
+                draft_source=draft,
+                draft=draft_model,
+                options=manifest.options,
                 plan=plan,
                 manifest=manifest,
                 stored=stored,
@@ -112,23 +141,42 @@ def prepare(
         )
 
 
+def opened_draft(options: CoreOptions, draft: Source | None = None) -> Source | None:
+    """The draft model that the options name, opened if it is not yet; None without one.
+
+    Raises:
+        ConfigError: The options of speculation do not go together.
+        CheckpointError: Its files are missing or broken.
+    """
+    options.check_method()
+    if options.draft_model is None:
+        return None
+    return draft if draft is not None else open_source(options.draft_model)
+
+
 def load_core(
     directory: pathlib.Path | str,
     progress: Progress = silent,
     *,
+    options: CoreOptions | Mapping[str, Any] | None = None,
     model: Model | None = None,
+    draft: Model | None = None,
     factory: ProgramFactory | None = None,
 ) -> PreparedCore:
     """Loads a core without its model; programs that do not fit this process are compiled again.
 
+    Args:
+        options: What the caller wants of the core, as in `core.open_core`. It can only leave out rounds
+            that are there: speculation, those of more proposals, those of more target rows.
+        model, draft: In place of those of the stored configurations.
+
     Raises:
         CoreError: No core, an unreadable manifest, or damaged weights or text files.
-        ConfigError: The memory plan does not fit what is free now.
+        ConfigError: The memory plan does not fit what is free now, or the core was made with other options.
     """
     root = pathlib.Path(directory)
-    used_factory = factory or default_factory()
     notes, progress = _collecting(progress)
-    read_manifest(root)  # no lock file in a directory that is no core
+    loaded_options(root, read_manifest(root), options)  # no lock file in a directory that is no core
     writable = is_writable(root)
     with _locked(root, writable, progress):
         stored = read_manifest(root)
@@ -136,14 +184,22 @@ def load_core(
             raise CoreError(f"{root} was not prepared to the end and holds no weights; prepare it again")
         if not stored.text and not (root / TEXT_DIR).is_dir():
             raise CoreError(f"{root} was not prepared to the end and holds no tokenizer; prepare it again")
+        if stored.draft is not None and not stored.draft_weights:
+            raise CoreError(f"{root} was not prepared to the end and holds no draft model; prepare it again")
+        wanted = loaded_options(root, stored, options)
         model = model or model_from_config(stored.source.model_config)
-        manifest, plan = reopened_manifest(stored, model, used_factory)
+        draft = draft or (model_from_config(stored.draft.model_config) if stored.draft is not None else None)
+        used_factory = (factory or default_factory()).with_draft(draft)
+        manifest, plan = reopened_manifest(stored, model, used_factory, draft)
         return _open(
             _Job(
                 root=root,
                 writable=writable,
                 source=None,
                 model=model,
+                draft_source=None,
+                draft=draft,
+                options=wanted,
                 plan=plan,
                 manifest=manifest,
                 stored=stored,
@@ -196,6 +252,7 @@ def _open(job: _Job) -> PreparedCore:
         reject=job.reject,
         retry_failed=job.source is not None,
         progress=job.progress,
+        wanted=loaded_shapes(job.manifest.catalog, job.options),
     )
     programs = store.obtain()
     calls = {shape: executable.call for shape, executable in programs.executables.items()}
@@ -226,6 +283,8 @@ def _keep_stored(job: _Job) -> None:
         kept["failed"] = tuple(failed for failed in job.stored.failed if failed.shape in wanted)
     if job.source is None or same_weights(job.stored, job.manifest):
         kept |= {"weights": job.stored.weights, "text": job.stored.text}
+    if job.source is None or same_draft_weights(job.stored, job.manifest):
+        kept["draft_weights"] = job.stored.draft_weights
     job.manifest = dataclasses.replace(job.manifest, **kept)
 
 
@@ -247,19 +306,30 @@ def _give_up_writing(job: _Job, error: OSError) -> None:
 
 
 def _weights(job: _Job) -> Any:
-    """The weights on the device; `job.manifest` then tells which files keep them."""
-    dtype, kept = job.manifest.options.dtype, job.manifest.weights
-    if kept or job.source is None:
+    """The weights on the device, of both models if there are two; `job.manifest` then tells which files keep them."""
+    target, files = _tree(job, job.source, job.model, job.manifest.weights, WEIGHTS_DIR)
+    job.manifest = dataclasses.replace(job.manifest, weights=files)
+    if job.draft is None:
+        return target
+    draft, files = _tree(job, job.draft_source, job.draft, job.manifest.draft_weights, DRAFT_WEIGHTS_DIR)
+    job.manifest = dataclasses.replace(job.manifest, draft_weights=files)
+    return {"target": target, "draft": draft}
+
+
+def _tree(
+    job: _Job, source: Source | None, model: Model, kept: tuple[StoredFile, ...], directory: str
+) -> tuple[Any, tuple[StoredFile, ...]]:
+    """One model's weights on the device, and the files in the core's `directory` that keep them."""
+    dtype = job.manifest.options.dtype
+    if kept or source is None:
         try:
-            return restore(job.root, kept, job.model, dtype, job.progress)
+            return restore(job.root, kept, model, dtype, job.progress, directory), kept
         except CoreError as error:
-            if job.source is None:
+            if source is None:
                 raise CoreError(f"{job.root}: {error}; prepare the core again from its model") from error
             job.progress(NOTE, 0, 0, f"{error}; reading the model's weights again")
-    params = convert(job.source, dtype, job.progress)
-    files = save(job.root, params, job.plan.params_bytes, job.progress) if job.writable else ()
-    job.manifest = dataclasses.replace(job.manifest, weights=files)
-    return params
+    params = convert(source, dtype, job.progress)
+    return params, save(job.root, params, job.progress, directory) if job.writable else ()
 
 
 def _text(job: _Job) -> pathlib.Path:
@@ -291,13 +361,15 @@ def _to_check(job: _Job, programs: ProgramSet) -> list[ProgramShape]:
     if job.manifest.fingerprint["backend"] != "cpu":
         return shapes
     known = {entry.shape for entry in programs.manifest.programs if entry.checked}
-    return [shape for shape in shapes if shape not in known or shape.token_capacity <= QUICK_TOKENS]
+    return [s for s in shapes if s not in known or max(s.token_capacity, s.packed_capacity) <= QUICK_TOKENS]
 
 
 def _checked(programs: ProgramSet) -> Manifest:
     """The manifest after the programs were executed: what had been loaded is known to work so."""
     entries = tuple(
-        dataclasses.replace(entry, checked=programs.reports[entry.shape].status is ProgramStatus.LOADED)
+        dataclasses.replace(entry, checked=report.status is ProgramStatus.LOADED)
+        if (report := programs.reports.get(entry.shape)) is not None
+        else entry  # this load leaves it out
         for entry in programs.manifest.programs
     )
     return dataclasses.replace(programs.manifest, programs=entries)
@@ -325,6 +397,8 @@ def _remove_stale(job: _Job) -> None:
     for path in (job.root / PROGRAMS_DIR).glob("*"):
         if path.relative_to(job.root).as_posix() not in kept and is_program_file(path):
             path.unlink(missing_ok=True)
+    if job.manifest.draft is None and job.stored is not None and job.stored.draft is not None:
+        shutil.rmtree(job.root / DRAFT_WEIGHTS_DIR, ignore_errors=True)
     if not job.manifest.programs:
         with contextlib.suppress(OSError):  # absent, or somebody keeps something there
             (job.root / PROGRAMS_DIR).rmdir()
@@ -336,7 +410,8 @@ def _core(job: _Job, programs: ProgramSet, params: Any, runner: DeviceRunner, te
         catalog=Catalog(tuple(programs.executables)),
         dims=job.manifest.dims,
         model=job.model,
-        options=job.manifest.options,
+        draft=job.draft,
+        options=job.options,
         memory=job.plan,
         report=tuple(programs.reports[shape] for shape in sorted(programs.reports)),
         notes=tuple(job.notes),

@@ -48,7 +48,8 @@ class PreparedCore:
         catalog: The shapes that are loaded; an optional program that did not compile is not in it.
         dims: Static extents of the programs.
         model: The architecture (no weights).
-        options: Resolved options.
+        draft: That of the draft model, or None.
+        options: Resolved options; where this load left rounds out, with what is left.
         memory: Bytes of weights, state and pages.
         report: One line a program of the full catalogue.
         notes: Warnings of this preparation, in order.
@@ -71,10 +72,12 @@ class PreparedCore:
         directory: pathlib.Path,
         params: Any,
         runner: DeviceRunner,
+        draft: Model | None = None,
     ) -> None:
         self.catalog = catalog
         self.dims = dims
         self.model = model
+        self.draft = draft
         self.options = options
         self.memory = memory
         self.report = report
@@ -87,13 +90,14 @@ class PreparedCore:
 
     @property
     def limits(self) -> Limits:
-        """The scheduler's sizes: slots, usable pages, page size, context."""
+        """The scheduler's sizes: slots, usable pages, page size, context, what drafts write behind a lane."""
         assert self.options.max_context is not None
         return Limits(
             slots=self.dims.slots,
             pages=self.dims.num_pages - 1,
             page_size=self.dims.page_size,
             max_context=self.options.max_context,
+            draft_extent=self.options.draft_extent,
         )
 
     def supports(self, kind: ProgramKind) -> bool:

@@ -57,6 +57,7 @@ class ProgramStore:
             cannot be written any more: files that it does not name are of no use.
         reject: Why no stored program may be used at all; empty when they may.
         retry_failed: Compile again what is recorded as not compiling under this fingerprint.
+        wanted: The shapes of the catalogue that are brought into memory; None = all.
     """
 
     directory: pathlib.Path
@@ -66,11 +67,13 @@ class ProgramStore:
     reject: str
     retry_failed: bool
     progress: Progress
+    wanted: tuple[ProgramShape, ...] | None = None
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # guards manifest and its file
         self._executables: dict[ProgramShape, Executable] = {}
         self._reports: dict[ProgramShape, ProgramReport] = {}
+        self._shapes = self.manifest.catalog if self.wanted is None else self.wanted
         model, dims = self.compiler.model, self.compiler.dims
         self._donated = tree_bytes(self.compiler.factory.abstract_state(model, dims, self.compiler.dtype))
 
@@ -80,7 +83,7 @@ class ProgramStore:
         Raises:
             CoreError: A required program does not compile.
         """
-        shapes = self.manifest.catalog
+        shapes = self._shapes
         reasons: dict[ProgramShape, str] = {}
         stored = [shape for shape in shapes if not self.reject and self.manifest.entry(shape.name) is not None]
         for done, (shape, problem) in enumerate(self._parallel(self._load, stored), 1):
@@ -153,7 +156,7 @@ class ProgramStore:
     def _skip_failed(self) -> None:
         """Reports as missing what the manifest says did not compile, without trying for minutes again."""
         for failed in self.manifest.failed:
-            if failed.shape in self.manifest.catalog and failed.shape.kind not in REQUIRED_KINDS:
+            if failed.shape in self._shapes and failed.shape.kind not in REQUIRED_KINDS:
                 self.progress(NOTE, 0, 0, f"{failed.error}; the core serves without it")
                 self._reports[failed.shape] = ProgramReport(
                     shape=failed.shape, status=ProgramStatus.MISSING, reason=failed.error

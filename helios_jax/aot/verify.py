@@ -21,12 +21,14 @@ def inactive_control(shape: ProgramShape, dims: Dims) -> tuple[np.ndarray, np.nd
     """Control vectors whose every row is the scratch slot: the program must change nothing else."""
     ints, floats, fields = control_layout(shape, dims).new()
     fields["slot"][:] = dims.slots
-    for name in ("bias_ids", "target"):
+    for name in ("bias_ids", "target", "proposal"):
         if name in fields:
             fields[name][:] = -1
     for name in ("top_p", "repetition_penalty"):
         if name in fields:
             fields[name][:] = 1.0
+    if "calibration" in fields:
+        fields["calibration"][:] = (1.0, 0.0)  # the identity
     return ints, floats
 
 

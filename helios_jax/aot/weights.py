@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from helios_jax.aot.manifest import WEIGHTS_DIR, StoredFile
+from helios_jax.aot.memory import tree_bytes
 from helios_jax.aot.programs_store import worker_threads
 from helios_jax.aot.progress import NOTE, SAVE, WEIGHTS, Progress
 from helios_jax.aot.source import Source
@@ -41,8 +42,15 @@ def check_files(core: pathlib.Path, files: Sequence[StoredFile]) -> None:
                 raise CoreError(f"{file.path} was changed: its sha256 is not the manifest's")
 
 
-def restore(core: pathlib.Path, files: Sequence[StoredFile], model: Model, dtype: str, progress: Progress) -> Any:
-    """The core's own copy of the weights, on the device.
+def restore(
+    core: pathlib.Path,
+    files: Sequence[StoredFile],
+    model: Model,
+    dtype: str,
+    progress: Progress,
+    directory: str = WEIGHTS_DIR,
+) -> Any:
+    """The core's own copy of the weights of `model`, in its `directory`, on the device.
 
     Raises:
         CoreError: There is none, or it is damaged.
@@ -52,7 +60,7 @@ def restore(core: pathlib.Path, files: Sequence[StoredFile], model: Model, dtype
     check_files(core, files)
     report = lambda done, total: progress(WEIGHTS, done, total)  # noqa: E731
     try:
-        return restore_params(core / WEIGHTS_DIR, model.abstract_params(dtype), jax.device_put, report)
+        return restore_params(core / directory, model.abstract_params(dtype), jax.device_put, report)
     except CheckpointError as error:
         raise CoreError(str(error)) from error
 
@@ -66,9 +74,10 @@ def convert(source: Source, dtype: str, progress: Progress) -> Any:
     return source.load_params(dtype, jax.device_put, lambda done, total: progress(WEIGHTS, done, total))
 
 
-def save(core: pathlib.Path, params: Any, num_bytes: int, progress: Progress) -> tuple[StoredFile, ...]:
-    """Keeps the converted weights in the core; none, with a note, when that fails."""
-    temp, target = core / f"{TEMP_PREFIX}{uuid.uuid4().hex}", core / WEIGHTS_DIR
+def save(core: pathlib.Path, params: Any, progress: Progress, directory: str = WEIGHTS_DIR) -> tuple[StoredFile, ...]:
+    """Keeps the converted weights in the core's `directory`; none, with a note, when that fails."""
+    temp, target = core / f"{TEMP_PREFIX}{uuid.uuid4().hex}", core / directory
+    num_bytes = tree_bytes(params)
     progress(SAVE, 0, num_bytes)
     try:
         save_params(temp, params)

@@ -1,0 +1,111 @@
+"""Which speculative rounds a core holds, and what a load may leave out.
+
+What a program of each kind costs is compile time: about 6 s a program of a small model on two
+CPU cores. So a core holds, of all rounds that `scheduler.catalog.speculative_shapes` lists:
+
+- width one at every request bucket, where there is a draft context to keep. Without one (copy)
+  plain decode is that program;
+- rectangles at every bucket, of a ladder of widths: powers of two, and the whole D + 1;
+- two ragged programs a bucket, of full width and twice as many target rows as requests, one
+  allocated by the host (fixed selection uses it too) and one by the device: a few promising
+  lanes share the rows of those that have nothing to verify. Where R is too small for the widest
+  rectangle, ragged programs of R rows replace it.
+
+`reduced` shapes are a subset: what is not compiled cannot be selected.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+
+from helios_jax.models.interface import Model
+from helios_jax.scheduler.catalog import (
+    MAX_SLOTS,
+    Allocation,
+    ProgramKind,
+    ProgramShape,
+    ProposalSource,
+    powers_of_two,
+    speculative_shapes,
+)
+
+METHODS = ("none", "copy", "draft", "mtp")
+MAX_DRAFT_TOKENS = 8
+# Copies cost the host a lookup and repeat for long where they fit at all; a draft model runs once a proposal.
+DEFAULT_DRAFT_TOKENS: Mapping[str, int] = types.MappingProxyType({"copy": 7, "draft": 5, "mtp": 3})
+MOST_DEFAULT_ROWS = 256  # beyond, a step of any device is bound by arithmetic and wide rounds stop paying
+MAX_ROWS = MAX_SLOTS * (MAX_DRAFT_TOKENS + 1)
+RAGGED_ROWS = 2  # target rows a request of ragged programs
+
+
+def default_rows(max_slots: int, draft_tokens: int) -> int:
+    """R where nothing was said: the power of two that covers every request at full width, at most 256."""
+    return min(powers_of_two(powers_of_two(max_slots)[-1] * (draft_tokens + 1))[-1], MOST_DEFAULT_ROWS)
+
+
+def widths(draft_tokens: int) -> tuple[int, ...]:
+    """Widths of rectangles: powers of two up to 3/4 of D + 1 (a closer one saves little), and D + 1."""
+    whole = draft_tokens + 1
+    return (*(w for w in powers_of_two(whole)[1:] if 4 * w <= 3 * whole), whole)
+
+
+def round_shapes(
+    *, method: str, max_slots: int, draft_tokens: int, token_capacity: int
+) -> tuple[ProgramShape, ...]:  # fmt: skip
+    """The speculative programs of a core; none for method "none".
+
+    Args:
+        draft_tokens: D, most proposals a request.
+        token_capacity: R, most target rows of a program wider than one.
+    """
+    if method == "none":
+        return ()
+    source = ProposalSource.COPY if method == "copy" else ProposalSource.LEARNED
+    found = {
+        shape
+        for ragged in Allocation
+        for shape in speculative_shapes(
+            max_slots=max_slots, draft_tokens=draft_tokens, token_capacity=token_capacity, source=source, ragged=ragged
+        )
+    }
+    ladder = widths(draft_tokens)
+    return tuple(sorted(shape for shape in found if _is_held(shape, ladder, token_capacity)))
+
+
+def _is_held(shape: ProgramShape, ladder: tuple[int, ...], token_capacity: int) -> bool:
+    if not shape.proposal_depth:
+        return shape.proposal_source is ProposalSource.LEARNED
+    batch, rows = shape.batch_capacity, shape.packed_capacity
+    whole = batch * shape.token_capacity
+    if rows == whole:
+        return shape.token_capacity in ladder
+    return rows == RAGGED_ROWS * batch or (rows == token_capacity and whole > token_capacity)
+
+
+def reduced(
+    shapes: Iterable[ProgramShape], *, method: str, draft_tokens: int | None, token_capacity: int | None
+) -> tuple[ProgramShape, ...]:
+    """Those of a core's `shapes` that stay in a load with these options; other kinds stay anyway.
+
+    Args:
+        method: "none" leaves all rounds out.
+        draft_tokens: Most proposals of a round, or None for all.
+        token_capacity: Most target rows of a round with proposals, or None for all.
+    """
+
+    def stays(shape: ProgramShape) -> bool:
+        if shape.kind is not ProgramKind.SPECULATIVE:
+            return True
+        if method == "none":
+            return False
+        depth, rows = shape.proposal_depth, shape.packed_capacity
+        fits = token_capacity is None or rows <= token_capacity
+        return not depth or (fits and (draft_tokens is None or depth <= draft_tokens))
+
+    return tuple(shape for shape in shapes if stays(shape))
+
+
+def mtp_heads(model: Model) -> int:
+    """Multi-token-prediction heads of a model; families without them do not name the attribute."""
+    return int(getattr(model, "mtp_heads", 0))
