@@ -38,6 +38,11 @@ EPILOG = (
     " as they are: trust a core as you trust its directory."
 )
 
+SIMULATE_EPILOG = (
+    "Example: helios-jax simulate --costs step_costs.json --profile ID --trace poisson:4 --report out.json --html"
+    " out.html. Cost profiles, traces and acceptance tables are files of yours; --list prints the names in them."
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
@@ -93,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     _add_sampling_options(generate, max_tokens=128)
 
     simulate = command("simulate", _simulate, "run a policy on measured step times and a trace, in virtual time")
+    simulate.epilog = SIMULATE_EPILOG
     _add_simulation_options(simulate)
     return top
 

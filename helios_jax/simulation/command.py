@@ -41,6 +41,10 @@ def simulate(options: argparse.Namespace) -> None:
     experiment, source = experiment_of(options), source_of(options)
     for path in (options.report, options.html):
         _check_writable(path)
+    if not options.load_seconds > 0:
+        raise ConfigError(f"load_seconds must be greater than zero, got {options.load_seconds}")
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError(f"jobs must be at least 1, got {options.jobs}")
     trace = load_trace(speed=options.speed, **source)
     if not len(trace):
         raise ConfigError(f"no request of {options.trace} arrives within {options.seconds:g} s; try another --start")

@@ -184,7 +184,8 @@ class Simulation:
     def _take_events(self) -> None:
         """Arrivals, cancellations and admissions that are due now."""
         now_ns = self.clock.now_ns
-        self.scheduler.advance_to(now_ns)
+        if not self._frames or now_ns > self.scheduler.state.now_ns:  # a call that finds nothing to do means idleness
+            self.scheduler.advance_to(now_ns)
         while self._future and self._arrivals[self._future[-1]].at_ns <= now_ns:
             self._arrive(self._future.pop())
         if self._cancels:
