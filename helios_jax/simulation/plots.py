@@ -45,7 +45,7 @@ class Axis:
             return [value for value in values if self.low * 0.999 <= value <= self.high * 1.001]
         step = _round_step((self.high - self.low) / 5.0)
         first = math.ceil(self.low / step - 1e-9)
-        return [number * step for number in range(first, int(self.high / step + 1e-9) + 1)]
+        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
 def linear(label: str, values: Sequence[float] | np.ndarray, *, low: float | None = 0.0) -> Axis:
