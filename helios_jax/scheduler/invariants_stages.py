@@ -51,7 +51,9 @@ def copies(state: State) -> str | None:
         if spec is None or r.phase[slot] not in (*_RUNNING, Phase.TERMINAL):
             continue
         phase, private, window = Phase(r.phase[slot]), int(r.private_row[slot]), int(r.window_images[slot])
-        if (phase == Phase.TERMINAL) != bool(r.terminal_ns[slot]) or r.terminal_ns[slot] > state.now_ns:
+        earliest = r.visible_ns[slot] if phase == Phase.TERMINAL else 0  # the clock may stand at 0
+        latest = state.now_ns if phase == Phase.TERMINAL else 0
+        if not earliest <= r.terminal_ns[slot] <= latest:
             return f"slot {slot} in {phase.name} has ended at {r.terminal_ns[slot]}, now is {state.now_ns}"
         if phase == Phase.TERMINAL:
             continue
