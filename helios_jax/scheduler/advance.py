@@ -110,6 +110,7 @@ def advance_lane(
     if not lane.emits:  # a scored prompt without output
         events.append(RequestFinished(lane.handle, _LENGTH))
         return _LENGTH
+    requests.proposals[slot] = 0  # an offer ends with the next output, the first one included
     requests.output_len[slot], reason = emit(lane.handle, record.tokens, int(requests.output_len[slot]), spec, events)
     return reason
 

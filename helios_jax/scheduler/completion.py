@@ -116,6 +116,9 @@ def _complete(
         elif (reason := advance_lane(draft, requests, lane, record, events, fence)) is not None:
             ended.append((lane.handle.slot, reason))
     ended += advance_rounds(draft, requests, rounds, events)
+    if 0 < len(rounds) < len(ordered):  # a mixed frame: its prompt row went first
+        place = {lane.handle: row for row, lane in enumerate(frame.plan.lanes)}
+        events.sort(key=lambda event: place[event.handle])
     for _, reason in ended:
         counters = count_finish(counters, reason)
     served = requests.consumed_len + requests.output_len - before
@@ -143,14 +146,17 @@ def _complete(
     return release(completed), tuple(events)
 
 
-def _members(requests: Requests, frame: Frame) -> np.ndarray:
-    """bool [slots]: participants of the interval that still run; one that was freed meanwhile has no history."""
-    return (frame.participants == requests.generation) & requests.active
+def _members(state: State, requests: Requests, frame: Frame) -> np.ndarray:
+    """bool [slots]: participants of the interval that still run; one that was freed meanwhile has no history.
+
+    A request that this frame rebound to a fresh generation took part as well.
+    """
+    return (frame.participants == state.requests.generation) & requests.active
 
 
 def _charge(state: State, requests: Requests, frame: Frame, duration_ms: float, served: np.ndarray) -> None:
     """Charge one measured interval to the histories of its participants, in place."""
-    members, tau = _members(requests, frame), state.policy.adaptation_ms
+    members, tau = _members(state, requests, frame), state.policy.adaptation_ms
     requests.token_r[:] = charge_tokens(
         requests.token_r, frame.first_token_r, members, duration_ms, served.astype(np.float64), frame.token_n, tau
     )

@@ -1,24 +1,32 @@
-"""The whole interface as a Hypothesis state machine: every event, every invariant, every time."""
+"""The whole interface as a Hypothesis state machine: every event, every invariant, every time.
+
+Beside the scheduler runs a naive model (`machine_model`) that is told what happened and says what
+must have come of it; `machine_checks` compares plans, frames and whole states. Details of requests
+and reports come from a seed, so that a failing example stays short.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helios_jax.errors import CapacityError, InvariantError, StalePlanError
+from helios_jax.errors import CapacityError, ConfigError, InvariantError, RequestError, StalePlanError
 from helios_jax.scheduler import (
+    Event,
     ExecutionTiming,
-    Fence,
     FinishReason,
     GeneratedToken,
-    LaneRole,
+    PolicyConfig,
     RequestFinished,
     RequestHandle,
-    RequestSpec,
+    RequestRebound,
     ScheduledPlan,
     admit,
     advance_to,
@@ -27,182 +35,379 @@ from helios_jax.scheduler import (
     check_invariants,
     commit,
     complete,
+    configure_policy,
+    external_ready,
     finish,
     new_state,
+    offer_copy,
     plan_next,
     preempt,
     published_output,
-    state_digest,
 )
+from helios_jax.scheduler.captures import demand_checkpoint, identify_checkpoint
 from helios_jax.scheduler.refresh import credit
-from tests.unit.scheduler_toy import measured, records_of, request, small_catalog, small_limits
+from helios_jax.scheduler.types import CheckpointPublished, SelectionReason
+from tests.property import machine_kit as kit
+from tests.property.machine_checks import check_frozen, check_plan, check_state, fingerprint
+from tests.property.machine_jobs import CANCELLED, PREEMPTED
+from tests.property.machine_model import Model
+from tests.unit.every_kind_toy import complete_any
+from tests.unit.scheduler_toy import measured
 
-STOP = 5
+SEEDS = st.integers(0, 2**32 - 1)
+PICKS = st.integers(0, 99)
+MUCH_NS = 10**10
+T = TypeVar("T")
+
+
+def chosen(options: Sequence[T], pick: int) -> T:
+    return options[pick % len(options)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Books beside the scheduler: what each request consumed, produced and how it ended."""
 
-    @initialize(warm=st.sampled_from([0, 1, 1, 2]))
-    def start(self, warm: int) -> None:
+    @initialize(seed=SEEDS, warm=st.sampled_from([0, 1, 1, 2, 2]), mixed=st.booleans(), plain=st.booleans())
+    def start(self, seed: int, warm: int, mixed: bool, plain: bool) -> None:
         """Cold, measured, or measured with both exploration ledgers full."""
-        self.state = new_state(small_catalog(), small_limits(slots=3, pages=12, page_size=4, max_context=24))
+        rng = random.Random(seed)
+        catalog, limits, policy = kit.catalogue(mixed=mixed, plain=plain), kit.draw_limits(rng), kit.draw_policy(rng)
+        self.state, self.model = new_state(catalog, limits, policy), Model(catalog, limits, policy)
+        self.saved: list[ScheduledPlan] = []
+        self.published: list[tuple[RequestHandle, int]] = []  # every (handle, fence) with output, the last one last
+        self.handles: list[RequestHandle] = []  # ever given out
+        self.events: dict[RequestHandle, list[Event]] = {}
         if warm:
-            self.state = measured(self.state, lambda _: 10**6)
+            times = kit.draw_durations(rng, catalog)
+            self.state = measured(self.state, times.__getitem__)
+            for shape, duration in times.items():
+                self.model.costs[shape].samples = [duration]
         if warm == 2:
-            counters = dataclasses.replace(self.state.counters, execution_ns=(10**10, 0, 0, 0))
-            ledgers = credit(self.state.ledgers, 10**10)
+            counters = dataclasses.replace(self.state.counters, execution_ns=(MUCH_NS, 0, 0, 0))
+            ledgers = credit(self.state.ledgers, MUCH_NS)
             self.state = dataclasses.replace(self.state, counters=counters, ledgers=ledgers)
-        self.specs: dict[RequestHandle, RequestSpec] = {}
-        self.consumed: dict[RequestHandle, int] = {}
-        self.outputs: dict[RequestHandle, list[int]] = {}
-        self.ended: set[RequestHandle] = set()
-        self.plan: ScheduledPlan | None = None  # made, not yet committed
-        self.flying: list[tuple[Fence, ScheduledPlan]] = []
-        self.publishable: list[tuple[RequestHandle, Fence]] = []
+            self.model.execution_ns[SelectionReason.ORDINARY] = MUCH_NS
+            for budget in self.model.budgets.values():
+                budget.earn(MUCH_NS)
 
-    @rule(prompt=st.integers(1, 16), output=st.integers(1, 6), scored=st.booleans(), none=st.booleans())
-    def admits(self, prompt: int, output: int, scored: bool, none: bool) -> None:
-        output = 0 if scored and none else output
-        spec = request(prompt, output, scored=scored, stop_token_ids=frozenset({STOP}), message_ends=(prompt // 2,))
-        if can_admit(self.state, spec):
+    # Requests come.
+
+    @rule(seed=SEEDS, number=st.integers(1, 4))
+    def admits(self, seed: int, number: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(number):
+            self._admit(rng)
+
+    def _admit(self, rng: random.Random) -> None:
+        spec = kit.draw_spec(rng, self.model, self.state)
+        before = fingerprint(self.state)
+        if not kit.possible(self.model, spec):
+            for ask in (lambda: can_admit(self.state, spec), lambda: admit(self.state, spec, self.state.now_ns)):
+                with pytest.raises(RequestError):
+                    ask()
+        elif self.model.fits(spec, row=self._row_obtainable(spec.restore_from)):
+            assert can_admit(self.state, spec)
             self.state, handle = admit(self.state, spec, self.state.now_ns)
-            assert handle not in self.specs
-            self.specs[handle], self.consumed[handle], self.outputs[handle] = spec, 0, []
+            self.model.admit(spec, handle)
+            self.handles.append(handle)
+            return
         else:
+            assert not can_admit(self.state, spec)
             with pytest.raises(CapacityError):
                 admit(self.state, spec, self.state.now_ns)
+        assert fingerprint(self.state) == before
 
-    @rule(duration=st.one_of(st.integers(0, 10**6), st.integers(0, 40 * 10**9)))
+    def _row_obtainable(self, source: int) -> bool:
+        """A row is free, guarded for an anchor that can do without, or published and not about to be restored."""
+        kept, rows = self.state.retention.checkpoints, self.state.retention.rows
+        pinned = {job.spec.restore_from for job in self.model.jobs if job.waits_for_pin} | {source}
+        held = {int(row) for number, row in zip(kept.ids, kept.rows, strict=True) if int(number) in pinned}
+        names = [rows.use_of(row).name for row in range(1, len(rows) + 1)]
+        return any(
+            name in ("FREE", "GUARDED") or (name == "PUBLISHED" and row not in held)
+            for row, name in enumerate(names, start=1)
+        )
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=PICKS, proposals=st.integers(-1, 4))
+    def hears(self, pick: int, proposals: int) -> None:
+        """The host has proposals for a request, or its state from outside; nothing of it for one that is gone."""
+        waiting = [job.handle for job in self.model.jobs if job.stage == "external"]
+        handle = chosen(waiting or [job.handle for job in self.model.running()] or self.handles, pick)
+        job, before = self.model.job_of(handle), self.state
+        self.state = external_ready(self.state, handle)
+        if job is not None and job.stage == "external":
+            job.stage = "restore"
+            self.model.epochs[handle.slot] += 1
+        else:
+            assert self.state is before
+        if proposals < 0:
+            with pytest.raises(InvariantError):
+                offer_copy(self.state, handle, proposals)
+            return
+        self.state = offer_copy(self.state, handle, proposals)
+        if job is not None:
+            job.copies = proposals
+
+    @rule(duration=st.sampled_from([0, 3, 10**4, 10**6, 10**8, 40 * 10**9]))
     def waits(self, duration: int) -> None:
+        if duration == 3 and self.state.now_ns:
+            with pytest.raises(InvariantError):
+                advance_to(self.state, self.state.now_ns - 1)
+        self.model.advance(self.state.now_ns + duration)
         self.state = advance_to(self.state, self.state.now_ns + duration)
+
+    # Plans are made and submitted.
 
     @rule()
     def plans(self) -> None:
-        self.plan = plan_next(self.state)
-        running = set(self.specs) - self.ended
-        if not self.flying:
-            assert (self.plan is None) == (not running)
-        if self.plan is not None:
-            assert {lane.handle for lane in self.plan.lanes} <= running
-            assert len(self.flying) < self.state.limits.frames
-            assert not self.flying or not self.plan.required_empty_queue
+        before = fingerprint(self.state)
+        plan = plan_next(self.state)
+        assert fingerprint(self.state) == before
+        check_plan(self.model, plan, self.state)
+        if plan is not None:
+            self.saved = [*self.saved[-5:], plan]
 
-    @precondition(lambda self: self.plan is not None)
-    @rule()
-    def commits(self) -> None:
-        assert self.plan is not None
-        before, fence = state_digest(self.state), self.state.last_fence + 1
-        try:
-            self.state = commit(self.state, self.plan, fence)
-        except StalePlanError:
-            assert state_digest(self.state) == before
-        else:
-            self.flying.append((fence, self.plan))
-            assert len(self.flying) <= self.state.limits.frames
-            assert not {lane.handle for lane in self.plan.lanes} & self.ended
-        self.plan = None
+    @precondition(lambda self: self.saved)
+    @rule(age=st.sampled_from([1, 1, 1, 1, 2, 4]), skip=st.sampled_from([1, 1, 1, 5, 0]))
+    def commits(self, age: int, skip: int) -> None:
+        """The last plan, or one that was kept; now and then with a fence that does not grow."""
+        plan, fence = self.saved[-min(age, len(self.saved))], self.state.last_fence + skip
+        refused = self.model.refuses(plan, plan.epochs)
+        if refused or not skip:
+            before = fingerprint(self.state)
+            with pytest.raises(StalePlanError if skip else InvariantError):
+                commit(self.state, plan, fence)
+            assert fingerprint(self.state) == before
+            return
+        flight = self.model.commit(plan, fence)
+        self.state = commit(self.state, plan, fence)
+        check_frozen(self.model, flight, self.state)
 
-    @rule(times=st.integers(1, 6), token=st.integers(0, 9))
-    def serves(self, times: int, token: int) -> None:
-        """What an engine does: submit as long as the window takes more, complete the oldest, again."""
-        if not set(self.specs) - self.ended:
-            self.admits(9, 6, False, False)
+    @rule(times=st.integers(1, 12), seed=SEEDS, visible=st.booleans())
+    def serves(self, times: int, seed: int, visible: bool) -> None:
+        """What an engine does: submit as long as the window takes more, complete the oldest, publish, again."""
+        self._serve(times, seed, calm=True, visible=visible)
+
+    @rule(times=st.integers(1, 6), seed=SEEDS)
+    def serves_wildly(self, times: int, seed: int) -> None:
+        """The same with failing lanes, invalid times and a clock of its own."""
+        self._serve(times, seed, calm=False, visible=True)
+
+    @rule(times=st.integers(4, 12), seed=SEEDS)
+    def serves_many(self, times: int, seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(6):
+            self._admit(rng)
+        self._serve(times, seed, calm=True, visible=True)
+
+    def _serve(self, times: int, seed: int, *, calm: bool, visible: bool) -> None:
+        rng = random.Random(seed)
+        for _ in range(rng.choice([1, 2, 4, 5]) - len(self.model.running())):
+            self._admit(rng)
         for _ in range(times):
             self._submit()
-            if self.flying:
-                self.completes(token, 10**6, 10**6, "")
-                self.holds()
+            if not self.model.flights:
+                return
+            end_ns = max(self.state.now_ns, self.model.expected_end_ns()) if calm else self.state.now_ns + 10**6
+            self.waits(end_ns - self.state.now_ns)
+            self.completes(rng.randrange(2**32), calm, False)
+            self.holds()
+            if visible:
+                for handle in list(self.model.interval.before) if self.model.interval else []:
+                    self._publish(handle, self.model.interval.fence)  # type: ignore[union-attr]
+            if rng.random() < 0.4:
+                for job in self.model.running():
+                    self.state, job.copies = offer_copy(self.state, job.handle, 2), 2
         self._submit()
 
     def _submit(self) -> None:
-        for _ in range(self.state.limits.frames):
+        for _ in range(self.model.limits.frames):
+            made = len(self.model.flights)
+            self.saved = []
             self.plans()
-            if self.plan is not None:
-                self.commits()
+            if self.saved:
+                self.commits(1, 1)
+                assert len(self.model.flights) == made + 1
                 self.holds()
 
-    @precondition(lambda self: bool(self.flying))
-    @rule(
-        token=st.integers(0, 9), device=st.sampled_from([0, 1, 10**6, 10**9]), wall=st.integers(0, 10**9),
-        spoil=st.sampled_from(["", "", "", "lane", "count", "time", "order", "logits"]),
-    )  # fmt: skip
-    def completes(self, token: int, device: int, wall: int, spoil: str) -> None:
-        fence, plan = self.flying[0]
-        records, timing = list(records_of(plan, token)), ExecutionTiming((device,), wall)
-        if spoil == "order" and len(self.flying) > 1:
-            before = state_digest(self.state)
-            with pytest.raises(InvariantError):
-                complete(self.state, self.flying[1][0], records_of(self.flying[1][1], token), timing)
-            assert state_digest(self.state) == before
-        if spoil in ("lane", "count", "time"):
-            broken = [dataclasses.replace(records[0], consumed=records[0].consumed + 1), *records[1:]]
-            bad = {"lane": broken, "count": records[1:], "time": records}[spoil]
-            times = ExecutionTiming((device,), -1) if spoil == "time" else timing
-            before = state_digest(self.state)
-            with pytest.raises(InvariantError):
-                complete(self.state, fence, bad, times)
-            assert state_digest(self.state) == before
-        if spoil == "logits":
-            records[0] = dataclasses.replace(records[0], valid=False, tokens=())
-        self.state, events = complete(self.state, fence, records, timing)
-        del self.flying[0]
-        self._account(plan, records, events, fence)
+    # Frames complete.
 
-    def _account(self, plan: ScheduledPlan, records: list, events: tuple, fence: Fence) -> None:
-        self.publishable = []
-        alive = {lane.handle for lane in plan.lanes} - self.ended
+    @precondition(lambda self: self.model.flights)
+    @rule(seed=SEEDS, calm=st.booleans(), spoil=st.booleans())
+    def completes(self, seed: int, calm: bool, spoil: bool) -> None:
+        rng, flight = random.Random(seed), self.model.flights[0]
+        report = kit.draw_report(rng, self.model, flight, calm=calm)
+        if spoil:
+            self._refuses(rng, report)
+        self.state, events = complete_any(self.state, flight.fence, *report)
+        joint = None if report.confidence is None else report.confidence[1].tolist()
+        survival = None if report.survival is None else report.survival.tolist()
+        expected = self.model.complete(report.records, report.timing, self.state, joint, survival)
+        assert [plain(event) for event in events] == expected
+        self.model.register([event for event in events if isinstance(event, CheckpointPublished)])
+        self._note(events, flight.fence)
+
+    def _refuses(self, rng: random.Random, report: kit.Report) -> None:
+        """A damaged report, and that of a later frame, change nothing."""
+        before, flights = fingerprint(self.state), self.model.flights
+        bad = kit.damage(rng, report, flights[0])
+        with pytest.raises(InvariantError):
+            complete_any(self.state, flights[0].fence, *bad)
+        if len(flights) > 1:
+            later = kit.draw_report(rng, self.model, flights[1], calm=True)
+            with pytest.raises(InvariantError):
+                complete_any(self.state, flights[1].fence, *later)
+        assert fingerprint(self.state) == before
+
+    def _note(self, events: tuple[Event, ...], fence: int) -> None:
+        """One terminal event each, nothing but captures after it, and a stream keeps its story when it is rebound."""
         for event in events:
-            assert event.handle in alive
-            if isinstance(event, GeneratedToken):
-                assert event.index == len(self.outputs[event.handle])
-                self.outputs[event.handle].append(event.token)
-                self.publishable.append((event.handle, fence))
-            else:
-                assert isinstance(event, RequestFinished)
-                assert event.handle not in self.ended
-                self.ended.add(event.handle)
-        for lane, record in zip(plan.lanes, records, strict=True):
-            if lane.handle in alive and record.valid and lane.role is LaneRole.PROMPT:
-                self.consumed[lane.handle] += lane.length
-        for handle in alive:
-            spec, output = self.specs[handle], self.outputs[handle]
-            assert self.consumed[handle] <= len(spec.prompt)
-            over = STOP in output or len(output) >= max(1, spec.max_tokens)
-            assert not over or handle in self.ended
-
-    @precondition(lambda self: bool(self.publishable))
-    @rule(data=st.data())
-    def publishes(self, data: st.DataObject) -> None:
-        handle, fence = data.draw(st.sampled_from(self.publishable))
-        self.state = published_output(self.state, handle, fence)
-
-    @precondition(lambda self: bool(self.specs))
-    @rule(data=st.data(), how=st.sampled_from([cancel, preempt, lambda s, h: finish(s, h, FinishReason.STOP)]))
-    def ends(self, data: st.DataObject, how: object) -> None:
-        handle = data.draw(st.sampled_from(sorted(self.specs)))
-        before = self.state
-        self.state = how(self.state, handle)  # type: ignore[operator]
-        assert handle not in self.ended or self.state is before
-        self.ended.add(handle)
+            told = self.events.setdefault(event.handle, [])
+            over = any(isinstance(other, RequestFinished) for other in told)
+            assert not over or isinstance(event, CheckpointPublished)
+            told.append(event)
+            if isinstance(event, RequestRebound):
+                self.events[event.fresh] = told
+                self.handles.append(event.fresh)
+            if isinstance(event, GeneratedToken) and (event.handle, fence) not in self.published:
+                self.published.append((event.handle, fence))
 
     @rule(fence=st.integers(-1, 100))
-    def completes_something_unknown(self, fence: Fence) -> None:
-        if fence not in [flying for flying, _ in self.flying]:
-            ignored = self.state.counters.ignored_completions
+    def misuses(self, fence: int) -> None:
+        """A completion that nobody waits for is counted; preferences are fixed once a request was admitted."""
+        before = self.state
+        if self.model.admitted:
+            with pytest.raises(ConfigError):
+                configure_policy(self.state, PolicyConfig())
+        else:
+            self.state = configure_policy(self.state, self.state.policy)
+            assert self.state == before
+        if fence not in [flight.fence for flight in self.model.flights]:
             self.state, events = complete(self.state, fence, (), ExecutionTiming((1,), 1))
+            self.model.ignored += 1
             assert events == ()
-            assert self.state.counters.ignored_completions == ignored + 1
+            assert dataclasses.replace(self.state, counters=before.counters) == before
+
+    @precondition(lambda self: self.published)
+    @rule(pick=PICKS, again=st.booleans())
+    def publishes(self, pick: int, again: bool) -> None:
+        """In time or too late, once or twice."""
+        handle, fence = chosen(self.published[-8:], pick)
+        self._publish(handle, fence)
+        if again:
+            before = self.state
+            self._publish(handle, fence)
+            assert self.state is before
+
+    def _publish(self, handle: RequestHandle, fence: int) -> None:
+        if self.model.may_publish(handle, fence):
+            self.state = published_output(self.state, handle, fence)
+            self.model.publish(handle)
+            return
+        before = fingerprint(self.state)
+        with pytest.raises(InvariantError):
+            published_output(self.state, handle, fence)
+        assert fingerprint(self.state) == before
+
+    # Requests end.
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=PICKS, how=st.sampled_from([CANCELLED, PREEMPTED, *FinishReason]), old=st.booleans())
+    def ends(self, pick: int, how: str, old: bool) -> None:
+        present = [job.handle for job in self.model.jobs]
+        self._end(chosen(self.handles if old or not present else present, pick), how)
+
+    def _end(self, handle: RequestHandle, how: str) -> None:
+        job, before = self.model.job_of(handle), self.state
+        if how == CANCELLED:
+            self.state = cancel(self.state, handle)
+        elif how == PREEMPTED:
+            self.state = preempt(self.state, handle)
+        else:
+            self.state = finish(self.state, handle, FinishReason(how))
+        if job is None or job.ended is not None:
+            assert self.state is before
+            return
+        self.model.epochs[handle.slot] += 1
+        self.model.end(job, how, self.state)
+
+    # Checkpoints.
+
+    @precondition(lambda self: len(self.state.retention.checkpoints))
+    @rule(pick=PICKS, prefix=st.integers(0, 2))
+    def identifies(self, pick: int, prefix: int) -> None:
+        """The host tells whose tokens a capture holds; equal prefixes of equal length share a row.
+
+        One that has given way meanwhile changes nothing.
+        """
+        for gone in set(self.model.checkpoints) - set(self.state.retention.checkpoints.ids.tolist()):
+            assert demand_checkpoint(self.state, gone) is self.state
+            assert identify_checkpoint(self.state, gone, "anything") is self.state
+        known = self.state.retention.checkpoints
+        number = chosen(known.ids.tolist(), pick)
+        place = known.ids.tolist().index(number)
+        row, key = int(known.rows[place]), ("prefix", prefix, int(known.endpoints[place]))
+        other = [i for i, held in enumerate(known.keys) if held == key and int(known.rows[i]) != row]
+        pinned = any(pins for pins, held in zip(known.pins.tolist(), known.rows.tolist(), strict=True) if held == row)
+        if other and pinned:
+            before = fingerprint(self.state)
+            with pytest.raises(InvariantError):
+                identify_checkpoint(self.state, number, key)
+            assert fingerprint(self.state) == before
+            return
+        self.state = demand_checkpoint(identify_checkpoint(self.state, number, key), number)
+        self.model.identify([number, *(int(known.ids[i]) for i in other)], self.state)
 
     @invariant()
     def holds(self) -> None:
         check_invariants(self.state)
-        running = set(self.specs) - self.ended
-        held = {lane.handle for _, plan in self.flying for lane in plan.lanes}
-        if not running and not held:
-            assert self.state.pool.num_free == self.state.limits.pages
-            assert self.state.requests.reserved_pages.sum() == 0
+        check_state(self.model, self.state)
+
+    def teardown(self) -> None:
+        """Everything ends: all that is left are published checkpoints."""
+        if not hasattr(self, "model"):
+            return
+        for job in self.model.running():
+            self._end(job.handle, CANCELLED)
+            self.holds()
+        for _ in range(40):
+            self._submit()
+            if not self.model.flights:
+                break
+            self.waits(0)
+            self.completes(0, True, False)
+            self.holds()
+        state = self.state
+        assert self.model.jobs == []
+        assert not state.requests.phase.any()
+        assert state.pool.num_free == state.limits.pages
+        assert not state.requests.reserved_pages.any()
+        assert not state.retention.checkpoints.pins.any()
+        assert {state.retention.rows.use_of(row).name for row in range(1, state.limits.state_rows + 1)} <= {
+            "FREE", "PUBLISHED"}  # fmt: skip
+        for told in self.events.values():
+            assert sum(isinstance(event, RequestFinished) for event in told) <= 1
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+def plain(event: Event) -> tuple:
+    """An event as the model names it."""
+    match event:
+        case GeneratedToken(handle, token, index):
+            return ("token", handle, token, index)
+        case RequestFinished(handle, reason, token):
+            return ("finished", handle, reason, token)
+        case RequestRebound(handle, fresh):
+            return ("rebound", handle, fresh)
+        case CheckpointPublished(handle, _, endpoint, _):
+            return ("published", handle, endpoint)
+
+
+class LongMachine(SchedulerMachine):
+    """The same, for longer and with seeds of the day."""
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None, derandomize=True)
+LongMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, database=None)
 TestScheduler = SchedulerMachine.TestCase
+TestSchedulerLong = pytest.mark.slow(LongMachine.TestCase)
