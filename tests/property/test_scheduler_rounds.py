@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helios_jax.scheduler import LaneRole, ProgramKind, ProgramShape, ScheduledPlan, State, plan_next
-from helios_jax.scheduler.candidates import new_decision
+from helios_jax.scheduler.candidates import delivery_lanes, new_decision
 from helios_jax.scheduler.catalog import Allocation
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.service import current_rates
@@ -218,3 +218,29 @@ def test_token_normalisers_count_the_expected_output_of_the_reference_program() 
             assert math.isclose(rates.token_n[slot], expected / rates.sigma[slot], rel_tol=1e-12)
             wide += rows > 1
     assert wide > 20
+
+
+@pytest.mark.parametrize("allocation", [HOST, DEVICE])
+def test_lookahead_lanes_are_additive_within_the_aggregate_rows(allocation: Allocation) -> None:
+    """Whatever cohort of at most B lanes a pair chooses fits P, and each lane is worth what its rows are."""
+    tight = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        source = rng.choice([LEARNED, COPY])
+        shapes = [*rectangular(rng, source, (1, 4)), *ragged(rng, source, (2, 3, 6), allocation)]
+        state = round_state(rng, shapes, num=8, policy=random_policy(rng, "adaptive"))
+        decision, oracle, slots = new_decision(state), RoundOracle(state), np.arange(8)
+        programs = state.programs.speculative
+        values, rows = delivery_lanes(decision, programs, slots, decision.duration_ms[programs])
+        for number, program in enumerate(programs.tolist()):
+            shape = state.catalog.shapes[program]
+            assert sum(sorted(rows[number].tolist())[-shape.batch_capacity :]) <= shape.packed_capacity
+            for slot in range(8):
+                complete = oracle.length(shape, slot) if slot in oracle.decoders else 0
+                assert (rows[number, slot] > 0) == (complete > 0)
+                assert rows[number, slot] <= complete
+                tight += rows[number, slot] < complete
+                value = oracle.lane_value(shape, slot, int(rows[number, slot])) if complete else Fraction(0)
+                scaled = float(value) * math.exp(-decision.values.log_scale)
+                assert math.isclose(values[number, slot], scaled, rel_tol=1e-9)
+    assert tight > 100
