@@ -286,7 +286,7 @@ def test_more_streams_than_rows_share_equally() -> None:
     assert worst_error(measured_x, x) < 0.01
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_without_fairness_and_age_it_is_the_throughput_optimum(seed: int) -> None:
     """A linear programme: the best single program takes all the time, whatever the requests' histories."""
     rng = np.random.default_rng(seed)
@@ -327,12 +327,12 @@ def round_robin_age(streams: int, rows: int, duration_ms: float) -> float:
 def test_age_alone_keeps_outputs_as_young_as_the_best_round_robin() -> None:
     """Only the decode-age price: mean output age against every program served in turn.
 
-    The age term is a one-step index, not an optimum. Measured over 20 random catalogues: at most 9.9 % above the
+    The age term is a one-step index, not an optimum. Measured over 14 random catalogues: at most 9.9 % above the
     best single program (2 above 1 %), below it where mixing programs helps (down to 5 %).
     """
     policy = slow_policy(output_token_value=0.0, token_fairness=0.0, delivery_fairness=0.0, decode_age_price=0.1)
     shapes, ratios = catalog(initialize(8), decode(1, 2, 4), prefill((1, 64))), []
-    for seed in range(20):
+    for seed in range(14):
         rng = random.Random(seed)
         streams, one = rng.randint(2, 6), rng.uniform(2, 6)
         two = one * rng.uniform(1.05, 1.9)
