@@ -287,6 +287,31 @@ def redundant_unmeasured(
     return (decision.duration_ms[programs] <= 0) & (smaller & enough).any(axis=1)
 
 
+def redundant_mixed(decision: Decision, kind: np.ndarray, work: np.ndarray, prompt_slot: np.ndarray) -> np.ndarray:
+    """Unmeasured programs whose prompt row a smaller mixed program consumes as far as the next endpoint.
+
+    The rule of prefill exploration, applied to the prompt row: the smaller program decodes in the
+    same way and has room for as many rows.
+
+    Args:
+        kind: int64 [C] mixed programs.
+        work: int64 [C, slots] tokens and target rows.
+        prompt_slot: int64 [C] slot of the prompt row, -1 without one.
+
+    Returns:
+        bool [C].
+    """
+    state, programs = decision.state, decision.state.programs
+    to_endpoint = (state.requests.endpoint - state.requests.consumed_len)[prompt_slot]
+    demand = np.minimum(work[np.arange(len(work)), prompt_slot], to_endpoint)[:, None]
+    prepared = programs.mixed
+    batch, prompt = programs.batch[prepared], programs.prompt[prepared]
+    smaller = (prompt < programs.prompt[kind, None]) & (batch <= programs.batch[kind, None])
+    smaller &= programs.lane_class[prepared] == programs.lane_class[kind, None]
+    enough = (prompt >= demand) & (batch >= (work > 0).sum(axis=1)[:, None])
+    return (prompt_slot >= 0) & (decision.duration_ms[kind] <= 0) & (smaller & enough).any(axis=1)
+
+
 def prompt_padding(tokens: np.ndarray, capacity: np.ndarray, work: np.ndarray) -> np.ndarray:
     """Unused tokens and request rows of prefills, int64 [C]."""
     return tokens - work.sum(axis=1) + capacity - (work > 0).sum(axis=1)

@@ -11,7 +11,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from helios_jax.scheduler.candidates import Candidates, Decision, delivery_lanes, prompt_slots, scatter, single_stage
+from helios_jax.scheduler.candidates import (
+    Candidates,
+    Decision,
+    delivery_lanes,
+    prompt_slots,
+    redundant_mixed,
+    scatter,
+    single_stage,
+)
 from helios_jax.scheduler.prerequisites import best_prompts
 from helios_jax.scheduler.state import DECODE, PROMPT
 from helios_jax.scheduler.utility import undominated
@@ -46,7 +54,7 @@ def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None) -> Ca
     work[here, prompt[here]] = prompt_work[here]
     prompt_slot = np.where(with_prompt, prompt, -1)
     keep = work.any(axis=1) & _undominated(decision, kind, work, prompt_slot, taken > 0)
-    keep &= ~_redundant_unmeasured(decision, kind, work, prompt_slot)
+    keep &= ~redundant_mixed(decision, kind, work, prompt_slot)
     used = np.where(chosen, rows, 0).sum(axis=1) + np.where(with_prompt, prompt_work, 0)
     padding = programs.prompt[kind] + programs.packed[kind] - used
     totals = np.where(with_prompt, beside_value, alone_value)
@@ -73,25 +81,3 @@ def _undominated(
     identity = np.stack([prompt_slot, programs.depth[kind] * decodes, programs.source[kind] * decodes], axis=1)
     extents = np.stack([programs.batch[kind], programs.tokens[kind], programs.prompt[kind]], axis=1)
     return undominated(np.concatenate([work, identity], axis=1), extents)
-
-
-def _redundant_unmeasured(
-    decision: Decision, kind: np.ndarray, work: np.ndarray, prompt_slot: np.ndarray
-) -> np.ndarray:
-    """Unmeasured programs whose prompt row a smaller mixed program consumes as far as the next endpoint.
-
-    The rule of prefill exploration, applied to the prompt row: the smaller program decodes in the
-    same way and has room for as many rows.
-
-    Returns:
-        bool [C].
-    """
-    state, programs = decision.state, decision.state.programs
-    to_endpoint = (state.requests.endpoint - state.requests.consumed_len)[prompt_slot]
-    demand = np.minimum(work[np.arange(len(work)), prompt_slot], to_endpoint)[:, None]
-    prepared = programs.mixed
-    batch, prompt = programs.batch[prepared], programs.prompt[prepared]
-    smaller = (prompt < programs.prompt[kind, None]) & (batch <= programs.batch[kind, None])
-    smaller &= programs.lane_class[prepared] == programs.lane_class[kind, None]
-    enough = (prompt >= demand) & (batch >= (work > 0).sum(axis=1)[:, None])
-    return (prompt_slot >= 0) & (decision.duration_ms[kind] <= 0) & (smaller & enough).any(axis=1)

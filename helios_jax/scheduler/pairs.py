@@ -25,6 +25,7 @@ from helios_jax.scheduler.candidates import (
     prompt_padding,
     prompt_programs,
     prompt_rows,
+    redundant_mixed,
     redundant_unmeasured,
     scatter,
 )
@@ -189,8 +190,9 @@ def _delivery_case(
     members = fill_first(needed, stage, of, programs.batch)
     rows, tokens = programs.batch + programs.prompt + programs.packed, work.sum(axis=1) + (work > 0).sum(axis=1)
     padding = programs.batch[first] - members.sum(axis=1) + rows[follow] - tokens
-    found = kept(_pairs(decision, stage, of, follow, members, work, cohorts.value + prompt_value, padding), legal)
-    return [kept(found, without_padding(decision, found))]
+    found = _pairs(decision, stage, of, follow, members, work, cohorts.value + prompt_value, padding)
+    legal[legal] = without_padding(decision, kept(found, legal))
+    return [kept(found, legal & ~redundant_mixed(decision, follow, work, prompt) if taken else legal)]
 
 
 def _lanes(
@@ -302,8 +304,9 @@ def without_padding(decision: Decision, found: Candidates) -> np.ndarray:
     programs, follow = decision.state.programs, found.follow
     columns = np.stack([programs.batch, programs.tokens, programs.prompt, programs.packed], axis=1)
     extents = np.concatenate([columns[found.first], np.where(follow[:, None] < 0, 0, columns[follow])], axis=1)
-    depth = np.where(follow < 0, 0, programs.depth[follow])
-    # Programs without proposals are alike, whatever their source.
+    decodes = found.work[:, decision.state.requests.streams].any(axis=1)
+    depth = np.where(decodes & (follow >= 0), programs.depth[follow], 0)
+    # Without proposals programs are alike, whatever their source.
     source = np.where(depth > 0, 1 + 2 * programs.source[follow] + programs.device_allocates[follow], 0)
     used = np.flatnonzero(found.work.any(axis=0))
     identity = np.concatenate([found.work[:, used], depth[:, None], source[:, None]], axis=1).astype(np.int32)

@@ -337,15 +337,21 @@ class PairOracle:
         return [choice for choice in choices if not loses(choice)]
 
     def excluded(self, choice: Choice) -> bool:
-        """A larger unmeasured prefill where a smaller prepared one consumes the same up to the next endpoints."""
-        shape = choice.shapes[-1]
-        if shape.kind not in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL) or self.duration[shape] > 0:
+        """A larger unmeasured program where a smaller prepared one consumes the same up to the next endpoints."""
+        shape, work = choice.shapes[-1], choice.work
+        if shape.kind is ProgramKind.MIXED:
+            work = tuple((s, n) for s, n in work if self.requests.consumed_len[s] < self.requests.prompt_len[s])
+        elif shape.kind not in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL):
             return False
-        demand = sum(min(n, int(self.requests.endpoint[s] - self.requests.consumed_len[s])) for s, n in choice.work)
+        if self.duration[shape] > 0 or not work:
+            return False
+        demand = sum(min(n, int(self.requests.endpoint[s] - self.requests.consumed_len[s])) for s, n in work)
+
+        def room(program: ProgramShape) -> int:
+            return program.prefill_capacity or program.token_capacity
+
         return any(
-            other.token_capacity < shape.token_capacity
-            and len(choice.work) <= other.batch_capacity <= shape.batch_capacity
-            and other.token_capacity >= demand
+            demand <= room(other) < room(shape) and len(choice.work) <= other.batch_capacity <= shape.batch_capacity
             for other in self.state.catalog.of_kind(shape.kind)
         )
 
