@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,8 +207,14 @@ def worst_error(measured: np.ndarray, optimum: np.ndarray) -> float:
 
 # (beta, f, g): the defaults without age, tokens only, deliveries dear, no intrinsic output value.
 WEIGHTS = [(64.0, 16.0, 4.0), (1.0, 16.0, 0.0), (4.0, 100.0, 50.0), (0.0, 1.0, 1.0)]
-SOME_WEIGHTS = [weights if number in (0, 2) else pytest.param(*weights, marks=pytest.mark.slow)
-                for number, weights in enumerate(WEIGHTS)]  # fmt: skip
+
+
+def mostly_slow(*quick: int) -> list[Any]:
+    """All weights as parameters; those numbered belong to the default suite."""
+    return [
+        weights if number in quick else pytest.param(*weights, marks=pytest.mark.slow)
+        for number, weights in enumerate(WEIGHTS)
+    ]
 
 
 def check_rates(
@@ -226,7 +233,7 @@ def check_rates(
     assert -1e-6 <= optimum - reached < missing * max(f, g)  # and the reference really is the optimum
 
 
-@pytest.mark.parametrize(("beta", "f", "g"), SOME_WEIGHTS)
+@pytest.mark.parametrize(("beta", "f", "g"), mostly_slow(0, 2))
 def test_rates_of_three_decoders_and_two_prompts(beta: float, f: float, g: float) -> None:
     """tau = 1000 ms, so a = 0.075 for a prompt chunk. Measured: rates within 0.4 to 3.9 %."""
     check_rates(PLAIN, PLAIN_MS, 2, [0] * 5, (beta, f, g), missing=0.003)
@@ -245,7 +252,7 @@ def shape_ms(shape: ProgramShape) -> float:
     return 0.1
 
 
-@pytest.mark.parametrize(("beta", "f", "g"), SOME_WEIGHTS)
+@pytest.mark.parametrize(("beta", "f", "g"), mostly_slow(2))
 def test_rates_with_unequal_acceptance(beta: float, f: float, g: float) -> None:
     """Bursts of 1 to 4 tokens: token and delivery rates differ, and three decoders accept 3, 0 and 1 drafts.
 
@@ -257,7 +264,7 @@ def test_rates_with_unequal_acceptance(beta: float, f: float, g: float) -> None:
     check_rates(shapes, {s.name: shape_ms(s) for s in shapes}, 1, [3, 0, 1, 0], (beta, f, g), missing=0.01)
 
 
-@pytest.mark.parametrize(("beta", "f", "g"), SOME_WEIGHTS)
+@pytest.mark.parametrize(("beta", "f", "g"), mostly_slow(0))
 def test_rates_with_mixed_programs(beta: float, f: float, g: float) -> None:
     """Decode, prefill and mixed programs; optima use one to two of them. Measured: rates within 0 to 2.1 %."""
     shapes = catalog(
