@@ -21,6 +21,7 @@ from helios_jax.scheduler import (
     snapshot_counters,
 )
 from helios_jax.scheduler.checkpoints import ids_of
+from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.state_rows import RowUse
 from helios_jax.scheduler.types import CheckpointPublished, CheckpointRole
 from tests.unit.checkpoint_toy import (
@@ -29,6 +30,7 @@ from tests.unit.checkpoint_toy import (
     finish_frame,
     hybrid_state,
     occupied,
+    phase_of,
     ready,
     run,
     skipped,
@@ -44,9 +46,9 @@ def published(events: list[Any]) -> list[tuple[int, CheckpointRole]]:
     return [(event.endpoint, event.role) for event in events if isinstance(event, CheckpointPublished)]
 
 
-def library() -> State:
-    """Two rows: checkpoint 1 of 8 tokens, checkpoint 2 of 10 tokens, asked for later."""
-    state, _ = asked(hybrid_state(2, fraction=0.0), 8, 1)
+def library(rows: int = 2) -> State:
+    """In rows 1 and 2: checkpoint 1 of 8 tokens, checkpoint 2 of 10 tokens, asked for later."""
+    state, _ = asked(hybrid_state(rows, fraction=0.0), 8, 1)
     state, _, _ = run(state)
     state, _ = asked(state, 10, 1)
     state, _, _ = run(state)
@@ -210,15 +212,41 @@ def test_the_holder_offers_the_same_events() -> None:
 
 def test_what_a_resident_request_uses_is_in_demand_until_it_is_gone() -> None:
     """Checkpoint 2 was asked for later, but a resident request was restored from checkpoint 1."""
-    state, handle = asked(library(), 12, 3, restore_from=1, restored_len=8)
-    state = ready(state)
+    state, handle = asked(library(3), 12, 3, restore_from=1, restored_len=8)
+    state, _, _ = run(state, lambda s: phase_of(s, handle) is Phase.PROMPT)
     state = demand_checkpoint(advance_to(state, state.now_ns + MS), 2)
-    assert state.retention.used[handle.slot] == (1,)
+    assert (state.retention.used[handle.slot], uses(state)) == ((1,), [PUBLISHED, PUBLISHED, ARMED])
     assert occupied(state).retention.checkpoints.ids.tolist() == [1]
-    state = advance_to(state, state.now_ns + MS)
-    state = cancel(state, handle)
+    state = cancel(advance_to(state, state.now_ns + MS), handle)
     assert state.retention.used[handle.slot] == ()
     assert state.retention.checkpoints.demand_ns[0] == state.now_ns
+
+
+def test_a_merged_capture_is_used_under_its_older_id() -> None:
+    state, handle = asked(identify_checkpoint(library(3), 1, b"text"), 8, 3)
+    state, events, _ = run(state, lambda s: phase_of(s, handle) is Phase.DECODE)
+    (announced,) = [event.checkpoint for event in events if isinstance(event, CheckpointPublished)]
+    state = identify_checkpoint(state, announced, b"text")
+    assert (state.retention.used[handle.slot], uses(state)) == ((1,), [PUBLISHED, PUBLISHED, FREE])
+
+
+def test_a_later_request_takes_the_row_of_an_earlier_resident_one() -> None:
+    """Two rows: the second one's anchor takes the free row, its terminal state that of the first one's anchor."""
+    state, first = asked(hybrid_state(2), 8, 40)
+    state, _, _ = run(state, lambda s: phase_of(s, first) is Phase.DECODE)
+    state, second = asked(state, 8, 4)
+    state, events, _ = run(state, lambda s: phase_of(s, second) is Phase.FREE)
+    mine = [event for event in events if event.handle == second]
+    assert published(mine) == [(8, CheckpointRole.ANCHOR), (11, CheckpointRole.TERMINAL)]
+
+
+def test_a_later_anchor_takes_the_only_row_of_an_earlier_resident_request() -> None:
+    state, first = asked(hybrid_state(1, fraction=0.0), 8, 40)
+    state, _, _ = run(state, lambda s: phase_of(s, first) is Phase.DECODE)
+    state, second = asked(state, 9, 2)
+    state, events, _ = run(state, lambda s: phase_of(s, second) is Phase.DECODE)
+    assert published(events) == [(9, CheckpointRole.ANCHOR)]
+    assert phase_of(state, first) is Phase.DECODE
 
 
 def test_a_later_capture_does_not_take_the_row_of_its_own_anchor() -> None:
