@@ -20,6 +20,7 @@ from helios_jax.config import (
     DEFAULT_MAX_QUEUE,
     DEFAULT_MODEL,
     DEFAULT_READY_TIMEOUT_S,
+    SPEC_WIDTHS,
     EngineConfig,
     api_key,
 )
@@ -29,6 +30,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 MAX_PORT = 65535
 DTYPES = ("float32", "bfloat16", "float16")
+SPEC_METHODS = ("none", "copy", "draft", "mtp")
 POLICIES = ("balanced", "throughput")
 BASELINES = ("fcfs-prefill", "fcfs-chunked", "vtc")
 MODEL_HELP = f"name, directory, .gguf file, hub id, or directory of a prepared core (default: {DEFAULT_MODEL})"
@@ -74,10 +76,12 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=SOURCE_HELP)
     prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory of the core")
     _add_core_options(prepare)
+    _add_speculation_options(prepare)
 
     serve = command("serve", _serve, "serve an OpenAI-compatible API over HTTP")
     serve.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL|CORE", help=MODEL_HELP)
     _add_core_options(serve)
+    _add_speculation_options(serve, chooses_width=True)
     _add_server_options(serve)
     _add_engine_options(serve)
 
@@ -88,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
     chat.add_argument("--system", metavar="TEXT", help="system message")
     _add_core_options(chat)
+    _add_speculation_options(chat, chooses_width=True)
     _add_sampling_options(chat, max_tokens=None)
 
     generate = command("generate", _generate, "continue a prompt")
@@ -95,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--model", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
     generate.add_argument("--chat", action="store_true", help="give the prompt as a user's message, by the template")
     _add_core_options(generate)
+    _add_speculation_options(generate, chooses_width=True)
     _add_sampling_options(generate, max_tokens=128)
 
     simulate = command("simulate", _simulate, "run a policy on measured step times and a trace, in virtual time")
@@ -111,6 +117,33 @@ def _add_core_options(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", type=int, choices=(16, 64), help="tokens of a cache page (16)")
     group.add_argument("--num-pages", type=int, metavar="N", help="cache pages (enough for every slot, or what fits)")
     group.add_argument("--prefill-chunk", type=int, metavar="N", help="most prompt tokens of one program (512)")
+
+
+def _add_speculation_options(sub: argparse.ArgumentParser, chooses_width: bool = False) -> None:
+    """Documented in docs/speculation.md; what a prepared core has can be left out, not added to."""
+    group = sub.add_argument_group("speculation (a prepared core keeps its own; it can do less, or none)")
+    group.add_argument("--spec-method", choices=SPEC_METHODS, help="where proposals of several tokens come from (none)")
+    group.add_argument("--draft-model", metavar="MODEL", help="smaller model of the same vocabulary, of method draft")
+    group.add_argument(
+        "--num-draft-tokens", type=int, metavar="D", help="most proposals a round, 1 to 8 (copy 7, draft 5, mtp 3)"
+    )
+    group.add_argument(
+        "--speculative-token-capacity",
+        type=int,
+        metavar="R",
+        help="most tokens that one round verifies, over all requests (every slot at full width, at most 256)",
+    )
+    if not chooses_width:
+        return
+    group.add_argument(
+        "--spec-width", choices=SPEC_WIDTHS, help="choose widths by value per time, or the widest (adaptive)"
+    )
+    group.add_argument(
+        "--mtp-adaptive-verification-alpha",
+        type=float,
+        metavar="A",
+        help="exponent on acceptance estimates when widths are chosen; above 1 is more careful (1)",
+    )
 
 
 def _add_server_options(sub: argparse.ArgumentParser) -> None:
@@ -212,13 +245,20 @@ def _add_simulation_options(sub: argparse.ArgumentParser) -> None:
 
 def core_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `aot.CoreOptions`; None where nothing was said."""
-    names = ("max_slots", "max_context", "dtype", "page_size", "num_pages", "prefill_chunk")
+    names = ["max_slots", "max_context", "dtype", "page_size", "num_pages", "prefill_chunk"]
+    names += ["spec_method", "draft_model", "num_draft_tokens", "speculative_token_capacity"]
     return {name: getattr(options, name) for name in names}
+
+
+def width_options(options: argparse.Namespace) -> dict[str, Any]:
+    """How widths of rounds are chosen; keyword arguments of `LLM` too."""
+    return {name: getattr(options, name) for name in ("spec_width", "mtp_adaptive_verification_alpha")}
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """How `serve` runs its engine."""
     return EngineConfig(
+        **{name: value for name, value in width_options(options).items() if value is not None},
         max_queue=options.max_queue,
         ready_timeout_s=options.ready_timeout,
         trace=options.trace,
@@ -292,10 +332,11 @@ def _inspect(options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from helios_jax.aot import inspect_core
-    from helios_jax.aot.report import INSPECT_HEADER, format_row
+    from helios_jax.aot.report import INSPECT_HEADER, format_row, inspect_caption
 
     rows = inspect_core(options.core)
-    table = Table(title=str(options.core), title_justify="left")
+    caption = inspect_caption(options.core)
+    table = Table(title=str(options.core), title_justify="left", caption=caption or None, caption_justify="left")
     for index, name in enumerate(INSPECT_HEADER):
         numeric = 0 < index < len(INSPECT_HEADER) - 1
         table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
@@ -331,7 +372,7 @@ def _simulate(options: argparse.Namespace) -> None:
 def _open_llm(options: argparse.Namespace) -> Any:
     from helios_jax.engine.llm import LLM
 
-    return LLM(options.model, **core_options(options))
+    return LLM(options.model, **core_options(options), **width_options(options))
 
 
 def _sampling(options: argparse.Namespace) -> Any:

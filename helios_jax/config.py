@@ -15,6 +15,7 @@ API_KEY_VARIABLE = "HELIOS_JAX_API_KEY"
 DEFAULT_MAX_QUEUE = 256  # sequences that may wait for a slot
 DEFAULT_READY_TIMEOUT_S = 60.0
 MAX_QUEUE_LIMIT = 1_000_000
+SPEC_WIDTHS = ("adaptive", "fixed")
 
 
 def cache_dir() -> Path:
@@ -39,6 +40,10 @@ class EngineConfig:
         dump_dir: Where state and recent events go after an internal error; None is `cache_dir()/dumps`.
         policy: Scheduler preset, "balanced" or "throughput".
         terminal_value, terminal_age_price, checkpoint_extra_work_fraction: Override the preset's coefficients.
+        spec_width: In a core with speculative rounds, "adaptive": every width of the core competes, and the
+            device may share target rows between requests; "fixed": the widest only.
+        mtp_adaptive_verification_alpha: Exponent on the acceptance estimates that widths are chosen by, finite
+            and positive; above 1 is more careful than what was observed, None is 1.
 
     Raises:
         ConfigError: Naming the option, what was given and what is allowed.
@@ -52,6 +57,8 @@ class EngineConfig:
     terminal_value: float | None = None
     terminal_age_price: float | None = None
     checkpoint_extra_work_fraction: float | None = None
+    spec_width: str = "adaptive"
+    mtp_adaptive_verification_alpha: float | None = None
 
     def __post_init__(self) -> None:
         queue = self.max_queue
@@ -60,3 +67,9 @@ class EngineConfig:
         timeout = self.ready_timeout_s
         if not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
             raise ConfigError(f"ready_timeout_s must be a positive number of seconds, got {timeout!r}")
+        if self.spec_width not in SPEC_WIDTHS:
+            raise ConfigError(f"spec_width must be one of {', '.join(SPEC_WIDTHS)}, got {self.spec_width!r}")
+        alpha = self.mtp_adaptive_verification_alpha
+        number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and math.isfinite(alpha) and alpha > 0
+        if alpha is not None and not number:
+            raise ConfigError(f"mtp_adaptive_verification_alpha must be finite and greater than zero, got {alpha!r}")

@@ -121,8 +121,12 @@ class PreparedCore:
         return (
             f"{self.source_info.name}: {self.options.max_slots} slots of {self.options.max_context} tokens,"
             f" {self.dims.num_pages - 1} pages of {self.dims.page_size}, {self.options.dtype};"
-            f" programs: {summary(self.report)}"
+            f"{self._speculation()} programs: {summary(self.report)}"
         )
+
+    def _speculation(self) -> str:
+        method = self.options.spec_method
+        return "" if method == "none" else f" speculation by {method}, {self.options.num_draft_tokens} proposals;"
 
     def close(self) -> None:
         """Waits for frames in flight and drops weights and state. Idempotent."""

@@ -55,6 +55,8 @@ class InspectRow:
     kind: str
     batch_capacity: int
     token_capacity: int
+    proposal_depth: int = 0
+    packed_capacity: int = 0
     compile_seconds: float = 0.0
     file_bytes: int = 0
     temp_bytes: int = 0
@@ -64,7 +66,10 @@ class InspectRow:
     problem: str = ""  # empty, or why this program would be compiled again or is missing
 
 
-INSPECT_HEADER = ("program", "rows", "tokens", "compile", "file", "temporaries", "arguments", "donated", "problem")
+INSPECT_HEADER = (
+    *("program", "rows", "tokens", "proposals", "packed", "compile", "file", "temporaries", "arguments", "donated"),
+    "problem",
+)
 
 
 def inspect_core(directory: pathlib.Path | str) -> tuple[InspectRow, ...]:
@@ -83,7 +88,24 @@ def inspect_core(directory: pathlib.Path | str) -> tuple[InspectRow, ...]:
         )
         for failed in manifest.failed
     ]
-    return tuple(sorted(rows, key=lambda row: (row.kind, row.batch_capacity, row.token_capacity)))
+    return tuple(
+        sorted(rows, key=lambda row: (row.kind, row.batch_capacity, row.token_capacity, row.packed_capacity, row.name))
+    )
+
+
+def inspect_caption(directory: pathlib.Path | str) -> str:
+    """One line about what a core's rounds are made of; empty in a core without.
+
+    Raises:
+        CoreError: As `inspect_core`.
+    """
+    manifest = read_manifest(pathlib.Path(directory))
+    options = manifest.options
+    if options.spec_method == "none":
+        return ""
+    rounds = f"{options.num_draft_tokens} proposals, {options.speculative_token_capacity} target rows"
+    draft = f" by {manifest.draft.name}, {manifest.draft.num_params} parameters" if manifest.draft else ""
+    return f"speculation: {options.spec_method}{draft}, at most {rounds} a round"
 
 
 def _shape_columns(shape: ProgramShape) -> dict[str, Any]:
@@ -92,6 +114,8 @@ def _shape_columns(shape: ProgramShape) -> dict[str, Any]:
         "kind": str(shape.kind),
         "batch_capacity": shape.batch_capacity,
         "token_capacity": shape.token_capacity,
+        "proposal_depth": shape.proposal_depth,
+        "packed_capacity": shape.packed_capacity,
     }
 
 
@@ -122,6 +146,8 @@ def format_row(row: InspectRow) -> tuple[str, ...]:
         row.name,
         str(row.batch_capacity),
         str(row.token_capacity or "-"),
+        str(row.proposal_depth or "-"),
+        str(row.packed_capacity or "-"),
         f"{row.compile_seconds:.2f} s",
         human(row.file_bytes),
         human(row.temp_bytes),

@@ -7,7 +7,6 @@ the engine thread; 3. `generate` streams outputs; 4. `drain` and `close`, or `as
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,7 +20,7 @@ from helios_jax.engine.mailbox import LoopSink
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.params import SamplingParams
 from helios_jax.engine.request import Request
-from helios_jax.engine.setup import Assembly, Progress, Target, assemble
+from helios_jax.engine.setup import Assembly, Progress, Target, assemble, configured
 from helios_jax.engine.stats import EngineStats
 from helios_jax.errors import UnavailableError
 
@@ -36,7 +35,11 @@ class AsyncLLM:
         dtype: float32, bfloat16 or float16.
         core: Directory of a prepared core (see `engine.setup.Target`).
         policy: Scheduler preset, "balanced" or "throughput"; None is the config's.
-        config: How the engine serves; see `config.EngineConfig`.
+        spec_method: Speculative decoding: "none", "copy", "draft" or "mtp"; with a core, "none" leaves its
+            rounds out and everything else is the core's. Likewise
+            `draft_model`, `num_draft_tokens` and `speculative_token_capacity`: see `aot.CoreOptions`.
+        spec_width, mtp_adaptive_verification_alpha: See `config.EngineConfig`; None is the config's.
+        config: How the engine serves; see `config.EngineConfig`. Gives way to what is said here.
         progress: Called as (stage, done, total, detail) while loading; see `aot.progress`.
         core_options: More of `aot.CoreOptions`: page_size, num_pages, prefill_chunk, ...
 
@@ -55,15 +58,17 @@ class AsyncLLM:
         dtype: str | None = None,
         core: str | Path | None = None,
         policy: str | None = None,
+        spec_method: str | None = None,
+        spec_width: str | None = None,
+        mtp_adaptive_verification_alpha: float | None = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
         **core_options: Any,
     ) -> None:
-        options = {"max_slots": max_slots, "max_context": max_context, "dtype": dtype} | core_options
-        target = Target(model=model, core=core, options=options)
-        self._config = config or EngineConfig()
-        if policy is not None:
-            self._config = dataclasses.replace(self._config, policy=policy)
+        options = {"max_slots": max_slots, "max_context": max_context, "dtype": dtype, "spec_method": spec_method}
+        target = Target(model=model, core=core, options=options | core_options)
+        alpha = mtp_adaptive_verification_alpha
+        self._config = configured(config, policy=policy, spec_width=spec_width, mtp_adaptive_verification_alpha=alpha)
         self._clock: Callable[[], int] = time.monotonic_ns
         self._make: Callable[[], Assembly] = lambda: assemble(target.open(progress), self._config)
         self._assembly: Assembly | None = None

@@ -18,7 +18,7 @@ from helios_jax.config import DEFAULT_MODEL, EngineConfig
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.params import OutputKind, SamplingParams
 from helios_jax.engine.request import Request
-from helios_jax.engine.setup import Assembly, Target, assemble
+from helios_jax.engine.setup import Assembly, Target, assemble, configured
 from helios_jax.engine.stats import EngineStats
 from helios_jax.errors import CapacityError, RequestError
 
@@ -48,8 +48,12 @@ class LLM:
         core: Directory of a prepared core to serve; prepared there if it does not exist and
             `model` is given.
         policy: Scheduler preset, "balanced" or "throughput"; None is the config's.
+        spec_method: Speculative decoding: "none", "copy", "draft" or "mtp"; with a core, "none" leaves its
+            rounds out and everything else is the core's. Likewise
+            `draft_model`, `num_draft_tokens` and `speculative_token_capacity`: see `aot.CoreOptions`.
+        spec_width, mtp_adaptive_verification_alpha: See `config.EngineConfig`; None is the config's.
         progress: Show progress while loading: True, False, or a function (see `aot.progress`).
-        config: More of the engine (trace, timeouts); its policy gives way to `policy`.
+        config: More of the engine (trace, timeouts); gives way to what is said here.
         core_options: More of `aot.CoreOptions`: page_size, num_pages, prefill_chunk, ...
 
     Example:
@@ -66,18 +70,22 @@ class LLM:
         dtype: str | None = None,
         core: str | Path | None = None,
         policy: str | None = None,
+        spec_method: str | None = None,
+        spec_width: str | None = None,
+        mtp_adaptive_verification_alpha: float | None = None,
         progress: Any = True,
         config: EngineConfig | None = None,
         **core_options: Any,
     ) -> None:
-        options = {"max_slots": max_slots, "max_context": max_context, "dtype": dtype} | core_options
+        options = {"max_slots": max_slots, "max_context": max_context, "dtype": dtype, "spec_method": spec_method}
+        alpha = mtp_adaptive_verification_alpha
+        config = configured(config, policy=policy, spec_width=spec_width, mtp_adaptive_verification_alpha=alpha)
         if model is None and core is None:
             model = DEFAULT_MODEL
-        target = Target(model=model, core=core, options=options)
+        target = Target(model=model, core=core, options=options | core_options)
         with _shown(progress) as show:
             opened = target.open(show)
-        config = config or EngineConfig()
-        self._begin(assemble(opened, config if policy is None else dataclasses.replace(config, policy=policy)))
+        self._begin(assemble(opened, config))
 
     @classmethod
     def from_core(cls, core: Any, *, tokenizer: Any = None, config: EngineConfig | None = None) -> LLM:

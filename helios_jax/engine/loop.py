@@ -83,6 +83,8 @@ class Engine:
             terminal_value=config.terminal_value,
             terminal_age_price=config.terminal_age_price,
             checkpoint_extra_work_fraction=config.checkpoint_extra_work_fraction,
+            adaptive_verification_alpha=config.mtp_adaptive_verification_alpha,
+            speculation=config.spec_width,
         )
         self.scheduler = Scheduler(core.catalog, core.limits, policy)
         self.board = Board(core.limits.slots + config.max_queue)

@@ -67,6 +67,11 @@ class Target:
         return prepare(self.model, CoreOptions(**options_given(self.options)), self.core, show)
 
 
+def configured(config: EngineConfig | None, **changes: Any) -> EngineConfig:
+    """`config`, or the defaults, with the `changes` that are not None."""
+    return dataclasses.replace(config or EngineConfig(), **{k: v for k, v in changes.items() if v is not None})
+
+
 @dataclasses.dataclass(frozen=True)
 class Assembly:
     """An engine that has not been started, and what requests of it are checked and built with."""

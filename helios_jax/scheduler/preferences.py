@@ -89,8 +89,10 @@ def policy_preset(
     terminal_value: float | None = None,
     terminal_age_price: float | None = None,
     checkpoint_extra_work_fraction: float | None = None,
+    adaptive_verification_alpha: float | None = None,
+    speculation: str | None = None,
 ) -> PolicyConfig:
-    """The preset `name`, with the coefficients overridden that are given.
+    """The preset `name`, with the preferences overridden that are given.
 
     `balanced` is the defaults. `throughput` keeps token fairness and the output-token value
     and sets delivery fairness and decode-age price to zero; it can choose longer output bursts.
@@ -107,5 +109,7 @@ def policy_preset(
         "terminal_value": terminal_value,
         "terminal_age_price": terminal_age_price,
         "checkpoint_extra_work_fraction": checkpoint_extra_work_fraction,
+        "adaptive_verification_alpha": adaptive_verification_alpha,
+        "speculation": speculation,
     }
     return dataclasses.replace(policy, **{name: value for name, value in overrides.items() if value is not None})

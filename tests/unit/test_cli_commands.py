@@ -63,6 +63,9 @@ def test_version_and_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--model", "/nonexistent/model"], "/nonexistent/model"),
         (["generate", "hi", "--temperature", "-1"], "temperature must be in"),
         (["generate", "hi", "--max-slots", "65"], "max_slots must be an integer in [1, 64], got 65"),
+        (["generate", "hi", "--spec-method", "draft"], "spec_method 'draft' needs draft_model"),
+        (["generate", "hi", "--num-draft-tokens", "9"], "num_draft_tokens must be an integer in [1, 8], got 9"),
+        (["serve", "--mtp-adaptive-verification-alpha", "0"], "must be finite and greater than zero, got 0.0"),
         (["serve", "--max-queue", "-1"], "max_queue must be an integer in"),
         (["serve", "--ready-timeout", "nan"], "ready_timeout_s must be a positive number"),
         (["serve", "--port", "99999999"], "--port must be in [0, 65535], got 99999999"),
@@ -85,16 +88,30 @@ def test_serve_options_reach_core_and_engine() -> None:
     options = parser().parse_args(
         ["serve", "some/model", "--max-slots", "4", "--dtype", "bfloat16", "--scheduler-policy", "throughput",
          "--scheduler-terminal-value", "0", "--scheduler-checkpoint-extra-work-fraction", "0.1",
-         "--trace", "t.jsonl", "--max-queue", "7"]
+         "--trace", "t.jsonl", "--max-queue", "7", "--spec-method", "draft", "--draft-model", "small",
+         "--num-draft-tokens", "3", "--speculative-token-capacity", "12", "--spec-width", "fixed",
+         "--mtp-adaptive-verification-alpha", "1.5"]
     )  # fmt: skip
     assert options.model == "some/model"
     assert core_options(options) == {
         "max_slots": 4, "max_context": None, "dtype": "bfloat16", "page_size": None, "num_pages": None,
-        "prefill_chunk": None,
+        "prefill_chunk": None, "spec_method": "draft", "draft_model": "small", "num_draft_tokens": 3,
+        "speculative_token_capacity": 12,
     }  # fmt: skip
     config = engine_config(options)
     assert (config.policy, config.terminal_value, config.max_queue) == ("throughput", 0.0, 7)
     assert config.checkpoint_extra_work_fraction == 0.1
+    assert (config.spec_width, config.mtp_adaptive_verification_alpha) == ("fixed", 1.5)
+    plain = engine_config(parser().parse_args(["serve"]))
+    assert (plain.spec_width, plain.mtp_adaptive_verification_alpha) == ("adaptive", None)
+
+
+def test_prepare_has_what_shapes_a_core_and_not_how_widths_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    _, prepare, _ = run(capsys, "prepare", "--help")
+    _, generate, _ = run(capsys, "generate", "--help")
+    assert "--spec-method" in prepare
+    assert "--spec-width" not in prepare
+    assert "--spec-width" in generate
 
 
 def test_chat_streams_keeps_the_conversation_and_survives_ctrl_c() -> None:

@@ -12,6 +12,8 @@ from helios_jax.engine import async_llm, llm
 from helios_jax.engine.async_llm import AsyncLLM
 from helios_jax.engine.llm import LLM
 from helios_jax.engine.setup import Target, assemble
+from helios_jax.errors import ConfigError
+from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.testing import ByteTokenizer, fake_core
 
 
@@ -49,6 +51,41 @@ def test_policy_is_the_keywords_or_the_configs(seen: dict[str, Any], given: dict
     seen.clear()
     AsyncLLM(max_slots=2, page_size=8, **given)._make().engine.close()
     assert seen == {"policy": policy, "options": {"max_slots": 2, "page_size": 8}}
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_speculation_reaches_core_and_scheduler(
+    seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    policies = []
+    build = Scheduler.__init__
+
+    def spy(self: Scheduler, catalog: Any, limits: Any, policy: Any) -> None:
+        policies.append(policy)
+        build(self, catalog, limits, policy)
+
+    monkeypatch.setattr(Scheduler, "__init__", spy)
+    asked = {"spec_method": "draft", "draft_model": "small", "num_draft_tokens": 3, "speculative_token_capacity": 8}
+    made = kind(**asked, spec_width="fixed", mtp_adaptive_verification_alpha=2.0, policy="throughput")
+    (made._make().engine if kind is AsyncLLM else made).close()
+    assert seen["options"] == asked
+    assert (policies[0].speculation, policies[0].adaptive_verification_alpha) == ("fixed", 2.0)
+    assert policies[0].delivery_fairness == 0  # the preset's
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"spec_width": "off"}, "spec_width must be one of adaptive, fixed, got 'off'"),
+        ({"mtp_adaptive_verification_alpha": 0}, "finite and greater than zero, got 0"),
+        ({"mtp_adaptive_verification_alpha": float("inf")}, "finite and greater than zero, got inf"),
+        ({"mtp_adaptive_verification_alpha": True}, "finite and greater than zero, got True"),
+    ],
+)
+def test_a_bad_choice_of_widths_is_said_before_anything_is_loaded(given: dict[str, Any], message: str) -> None:
+    for kind in (LLM, AsyncLLM):
+        with pytest.raises(ConfigError, match=message):
+            kind("/nonexistent", **given)
 
 
 def test_both_name_the_same_options() -> None:
