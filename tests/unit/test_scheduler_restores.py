@@ -242,7 +242,7 @@ def test_a_later_request_takes_the_row_of_an_earlier_resident_one() -> None:
 
 def test_a_later_anchor_takes_the_only_row_of_an_earlier_resident_request() -> None:
     prompts_first = {"output_token_value": 0.0, "decode_age_price": 0.0, "delivery_fairness": 0.0}
-    state, first = asked(hybrid_state(1, fraction=0.0, **prompts_first), 8, 40)
+    state, first = asked(advance_to(hybrid_state(1, fraction=0.0, **prompts_first), MS), 8, 40)
     state, _, _ = run(state, lambda s: phase_of(s, first) is Phase.DECODE)
     state, second = asked(state, 9, 2)
     state, events, _ = run(state, lambda s: phase_of(s, second) is Phase.DECODE)
