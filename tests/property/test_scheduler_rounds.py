@@ -102,10 +102,10 @@ def test_unmeasured_programs_are_exact_too() -> None:
 
 @pytest.mark.slow
 def test_rounds_and_mixed_programs_are_exact_in_thousands_of_cases() -> None:
-    check_winner(range(10_000, 11_000), mode="adaptive", kinds="r")
-    check_winner(range(11_000, 12_000), mode="fixed", kinds="rh")
-    check_winner(range(12_000, 12_600), mode="adaptive", kinds="rm", prompts=0.3)
-    check_winner(range(13_000, 13_600), mode="fixed", kinds="rhm", prompts=0.3, unmeasured=0.2)
+    check_winner(range(10_000, 10_700), mode="adaptive", kinds="r")
+    check_winner(range(11_000, 11_700), mode="fixed", kinds="rh")
+    check_winner(range(12_000, 12_450), mode="adaptive", kinds="rm", prompts=0.3)
+    check_winner(range(13_000, 13_450), mode="fixed", kinds="rhm", prompts=0.3, unmeasured=0.2)
 
 
 @pytest.mark.parametrize("allocation", [HOST, DEVICE])
