@@ -239,6 +239,9 @@ def _add_simulation_options(sub: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--load-seconds", type=float, default=60.0, metavar="S", help="of each run for goodput over load (%(default)g)"
     )
+    group.add_argument(
+        "--compare", nargs="+", choices=POLICIES + BASELINES, default=(), metavar="POLICY", help="also on that plot"
+    )
     group.add_argument("--jobs", type=int, metavar="N", help="processes for those runs (one a core)")
     group.add_argument("--check", action="store_true", help="check every invariant at every step (slow)")
 

@@ -153,19 +153,26 @@ def _write(path: Path | None, text: str) -> None:
 def _loads(
     experiment: Experiment, source: dict[str, Any], options: argparse.Namespace, outcome: Outcome
 ) -> tuple[list[Load], float]:
-    """Runs at several speeds; the given one is the run that was made, when it is as long as they are."""
+    """Runs at several speeds, of the policy and of those to compare with.
+
+    The run that was made is one of them when it is as long as they are.
+    """
     seconds = min(experiment.seconds, options.load_seconds)
-    shorter = dataclasses.replace(experiment, seconds=seconds)
     same = seconds == experiment.seconds
-    speeds = [factor * options.speed for factor in LOAD_FACTORS if not (same and factor == 1.0)]
-    tasks = [(shorter, {**source, "seconds": seconds}, speed) for speed in speeds]
+    tasks = []
+    for policy in dict.fromkeys([experiment.policy, *options.compare]):
+        made = same and policy == experiment.policy
+        own = experiment.preferences if policy == experiment.policy else ()
+        shorter = dataclasses.replace(experiment, seconds=seconds, policy=policy, preferences=own)
+        speeds = [factor * options.speed for factor in LOAD_FACTORS if not (made and factor == 1.0)]
+        tasks += [(shorter, {**source, "seconds": seconds}, speed) for speed in speeds]
     loads = [load_of(options.speed, outcome)] if same else []
     jobs = min(options.jobs or os.cpu_count() or 1, MAX_JOBS, len(tasks))
     with _bar("loads") as progress, _mapper(jobs) as apply:
         for done, load in enumerate(apply(_load, tasks), 1):
             loads.append(load)
             progress(done / len(tasks))
-    return sorted(loads, key=lambda load: load.speed), seconds
+    return sorted(loads, key=lambda load: (load.policy, load.speed)), seconds
 
 
 def _load(task: tuple[Experiment, dict[str, Any], float]) -> Load:

@@ -23,6 +23,7 @@ class Load:
     """One point of the curve of goodput over load.
 
     Attributes:
+        policy: What ran.
         speed: Factor on the arrivals of the trace.
         offered_per_s: Requests that arrived a second.
         goodput: Share of them within both objectives, None without requests.
@@ -30,6 +31,7 @@ class Load:
         ttft_p99_ms, gap_p99_ms: None without outputs.
     """
 
+    policy: str
     speed: float
     offered_per_s: float
     goodput: float | None
@@ -42,6 +44,7 @@ def load_of(speed: float, outcome: Outcome) -> Load:
     """The point that a run gives."""
     report = outcome.report
     return Load(
+        policy=report["policy"],
         speed=speed,
         offered_per_s=outcome.offered_per_s,
         goodput=report["goodput"],
@@ -59,13 +62,13 @@ def make_page(
     Args:
         experiment, trace, outcome: The run that the report is about.
         speed: Its factor on arrivals.
-        loads: Runs at several speeds, this one among them.
+        loads: Runs at several speeds, this one among them, and of other policies to compare with.
         load_seconds: How long requests arrived in each of those.
     """
     sections = [
         ("Time to first token", _first_outputs(experiment, outcome), "Arrival to first visible output, every request."),
         ("Token gaps", _gaps(experiment, outcome), "Between visible outputs of a request; a burst counts once."),
-        ("Goodput over load", _goodput(loads, speed), _loads_note(experiment, loads, load_seconds)),
+        ("Goodput over load", _goodput(loads, experiment.policy, speed), _loads_note(experiment, loads, load_seconds)),
         ("Program mix over time", _mix(experiment, outcome), "Share of each interval that the device ran each kind."),
         ("Prices of one request over its life", *_prices(experiment, outcome, trace)),
     ]
@@ -146,8 +149,9 @@ def _distribution(values: np.ndarray) -> np.ndarray:
     return np.stack([np.quantile(values, shares), shares], axis=1)
 
 
-def _goodput(loads: Sequence[Load], speed: float) -> str:
-    known = sorted((load for load in loads if load.goodput is not None), key=lambda load: load.offered_per_s)
+def _goodput(loads: Sequence[Load], policy: str, speed: float) -> str:
+    """A line a policy; the point of the run that the page is about is marked."""
+    known = [load for load in loads if load.goodput is not None]
     if not known:
         return _NOTHING
     figure = Figure(
@@ -155,23 +159,27 @@ def _goodput(loads: Sequence[Load], speed: float) -> str:
         linear("requests a second", [load.offered_per_s for load in known]),
         Axis(label="share within objectives", low=0.0, high=1.0),
     )
-    figure.line(np.array([(load.offered_per_s, load.goodput) for load in known], np.float64), 2)
-    marks = [
-        (load.offered_per_s, load.goodput or 0.0, f"speed {load.speed:g}: {_percent(load.goodput)}") for load in known
-    ]
-    figure.points(marks, 2)
-    given = [mark for mark, load in zip(marks, known, strict=True) if load.speed == speed]
-    figure.points(given, 3)
-    return figure.svg() + _load_table(known)
+    policies = sorted({load.policy for load in known}, key=lambda name: (name != policy, name))
+    for colour, name in enumerate(policies):
+        own = sorted((load for load in known if load.policy == name), key=lambda load: load.offered_per_s)
+        figure.line(np.array([(load.offered_per_s, load.goodput) for load in own], np.float64), colour, name)
+        figure.points([_mark(load) for load in own], colour)
+    given = [_mark(load) for load in known if (load.policy, load.speed) == (policy, speed)]
+    figure.points(given, len(policies))
+    return figure.svg() + _load_table([load for name in policies for load in known if load.policy == name])
+
+
+def _mark(load: Load) -> tuple[float, float, str]:
+    return load.offered_per_s, load.goodput or 0.0, f"{load.policy}, speed {load.speed:g}: {_percent(load.goodput)}"
 
 
 def _load_table(loads: Sequence[Load]) -> str:
-    head = (
-        "<tr><th>speed</th><th>requests/s</th><th>goodput</th><th>tokens/s</th><th>TTFT p99</th><th>gap p99</th></tr>"
-    )
+    names = ("policy", "speed", "requests/s", "goodput", "tokens/s", "TTFT p99", "gap p99")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     rows = [
-        f"<tr><td>{load.speed:g}</td><td>{load.offered_per_s:.2f}</td><td>{_percent(load.goodput)}</td>"
-        f"<td>{load.output_tokens_per_s:.0f}</td><td>{_ms(load.ttft_p99_ms)}</td><td>{_ms(load.gap_p99_ms)}</td></tr>"
+        f"<tr><td>{load.policy}</td><td>{load.speed:g}</td><td>{load.offered_per_s:.2f}</td>"
+        f"<td>{_percent(load.goodput)}</td><td>{load.output_tokens_per_s:.0f}</td><td>{_ms(load.ttft_p99_ms)}</td>"
+        f"<td>{_ms(load.gap_p99_ms)}</td></tr>"
         for load in loads
     ]
     return f"<table>{head}{''.join(rows)}</table>"

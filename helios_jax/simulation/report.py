@@ -32,7 +32,7 @@ from helios_jax.simulation.driver import Ran, Served
 NS_PER_MS, NS_PER_S = 1e6, 1e9
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
 MIX_BUCKETS = 60
-MAX_PRICE_POINTS = 2000
+MAX_PRICE_POINTS = 50_000
 _DIGITS = 4
 
 

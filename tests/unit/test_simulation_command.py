@@ -130,7 +130,7 @@ def test_the_page_needs_nothing_else(capsys: pytest.CaptureFixture[str], files: 
     ]  # fmt: skip
     assert sum(tag == "svg" for tag, _ in page.tags) == 6
     assert sum(tag == "tr" for tag, _ in page.tags) == 1 + 5  # the given load and four around it
-    assert "speed 0.75" in text
+    assert "balanced, speed 0.75" in text
     for tag, attributes in page.tags:
         for name in ("x", "y", "cx", "cy", "x1", "y1", "x2", "y2", "width", "height"):
             if tag != "svg" and attributes.get(name) is not None:
@@ -143,6 +143,16 @@ def test_shorter_runs_for_the_loads_rerun_the_given_one(
     path = tmp_path / "out.html"
     assert run(capsys, *files, "--html", str(path), "--load-seconds", "0.4")[0] == 0
     assert "5 runs of 0.4 s" in path.read_text()
+
+
+def test_policies_are_compared_on_one_plot(
+    capsys: pytest.CaptureFixture[str], files: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "out.html"
+    assert run(capsys, *files, "--html", str(path), "--compare", "vtc", "balanced", "fcfs-chunked")[0] == 0
+    cells = re.findall(r"<tr><td>([a-z-]+)</td><td>([\d.]+)</td>", path.read_text())
+    speeds = ["0.5", "0.75", "1", "1.5", "2"]
+    assert cells == [(policy, speed) for policy in ("balanced", "fcfs-chunked", "vtc") for speed in speeds]
 
 
 @pytest.mark.slow
