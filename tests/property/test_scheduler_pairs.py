@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from helios_jax.scheduler import Catalog, ImageSpan, ProgramKind, ProgramShape, State, new_state, plan_next
-from helios_jax.scheduler.candidates import new_decision, scores
+from helios_jax.scheduler.candidates import Candidates, new_decision, scores
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.state import Phase
 from tests.unit.scheduler_pairs_oracle import Choice, PairOracle
@@ -212,6 +212,28 @@ def images_state(seed: int) -> State:
     slower = sorted(rng.randint(2, 60) * MS for _ in range(3))  # more rows take longer
     times.update(zip(catalog.of_kind(kinds.VISION), slower, strict=True))
     return measured(dataclasses.replace(state, requests=requests.sealed()), times.__getitem__)
+
+
+def worth_of_work(state: State, oracle: PairOracle, block: Candidates, row: int) -> Fraction:
+    """What a pair's work and its retirements are worth, recounted."""
+    first, follow = (state.catalog.shapes[int(column[row])] for column in (block.first, block.follow))
+    times = oracle.times(first, follow)
+    work = {slot: int(block.work[row, slot]) for slot in np.flatnonzero(block.work[row]).tolist()}
+    streams = {slot: oracle.decode_value(slot, times) for slot in work if state.requests.streams[slot]}
+    ended = [slot for slot in oracle.ending(first) if block.members[row, slot]]
+    value = sum((oracle.lane_value(slot, tokens, streams) for slot, tokens in work.items()), Fraction(0))
+    return value + sum((oracle.terminal_value(slot, times) for slot in ended), Fraction(0))
+
+
+def test_a_pair_claims_what_its_work_is_worth() -> None:
+    """Also where a cohort is below the optimum: nobody is promised what the lanes do not do."""
+    for seed in range(60):
+        state = packed_state(seed, 6) if seed % 2 else pairs_state(seed, 6, 0.1)
+        decision, oracle = new_decision(state), PairOracle(state)
+        scale = math.exp(decision.values.log_scale)
+        for block in prerequisite_candidates(decision):
+            for row in np.flatnonzero(block.follow >= 0).tolist():
+                assert close(float(block.value[row]) * scale, worth_of_work(state, oracle, block, row)), f"seed {seed}"
 
 
 def multistage_gaps(seeds: Iterable[int]) -> np.ndarray:

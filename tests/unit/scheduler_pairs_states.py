@@ -170,6 +170,8 @@ def _window(phase: Phase) -> Callable[..., RequestSpec]:
         requests.phase[slot], requests.private_row[slot] = phase, slot + 1
         if phase == Phase.RESTORE:
             requests.restore_row[slot] = slot + 1
+        else:
+            requests.state_row[slot] = rng.choice((0, SLOTS + slot + 1))  # a due capture comes first
         requests.images_done[slot] = requests.window_images[slot] = 1
         requests.consumed_len[slot], requests.boundary[slot] = 4, 12
         size = rng.randint(1, 2)

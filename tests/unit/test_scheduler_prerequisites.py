@@ -11,6 +11,7 @@ import pytest
 
 from helios_jax.scheduler import (
     Catalog,
+    Constraint,
     ImageSpan,
     LaneRole,
     PolicyConfig,
@@ -23,6 +24,9 @@ from helios_jax.scheduler import (
     plan_next,
     policy_preset,
 )
+from helios_jax.scheduler.candidates import new_decision
+from helios_jax.scheduler.packed import PromptRows, enabled_cohorts
+from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.service import current_rates
 from helios_jax.scheduler.state import Phase, Requests
 from tests.unit.scheduler_toy import MS, admitted, measured, request, small_catalog, small_limits
@@ -367,3 +371,50 @@ def test_an_unmeasured_chain_does_not_lend_its_certainty_to_others() -> None:
     plan = planned(state)
     assert plan.shape.token_capacity == 2
     assert [lane.handle.slot for lane in plan.lanes] == [1]
+
+
+# ---- the search
+
+
+def test_a_new_row_takes_what_is_left_when_it_is_not_worth_more() -> None:
+    """Two rows, four tokens: a valuable one beside the new row, which gets one at first and three in the end."""
+    rows = PromptRows(
+        remaining=np.array([1, 1, 4]),
+        token_value=np.array([10.0, 9.0, 1.0]),
+        bonus=np.zeros(3),
+        newly_ready=np.array([False, False, True]),
+    )
+    lengths, value = enabled_cohorts(rows, np.array([4]), np.array([2]), [1])
+    assert lengths.tolist() == [[[1, 0, 3]]]
+    assert value.tolist() == [[13.0]]
+
+
+def test_a_new_row_that_begins_with_an_image_takes_all_of_it() -> None:
+    rows = PromptRows(
+        remaining=np.array([5, 5]),
+        token_value=np.array([10.0, 1.0]),
+        bonus=np.zeros(2),
+        newly_ready=np.array([False, True]),
+        atoms=np.array([[[0, 0]], [[0, 3]]]),
+    )
+    lengths, _ = enabled_cohorts(rows, np.array([6]), np.array([2]), [1])
+    assert lengths.tolist() == [[[3, 3]]]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_larger_prerequisite_is_looked_at_when_time_can_change_its_cohort(alike: bool) -> None:
+    """Two snapshot programs with room for everybody, then one row of decode.
+
+    Streams of different families gain differently by time, so the slow program may enable another
+    one than the fast program does: then it is no redundant padding.
+    """
+    times = {SNAPSHOT: lambda shape: 1.0 if shape.batch_capacity == 2 else 400.0,
+             DECODE: lambda shape: 4.0 if shape.batch_capacity == 1 else 5.0}  # fmt: skip
+    phases = [(Phase.SNAPSHOT, 0), (Phase.SNAPSHOT, 0), (Phase.DECODE, 0)]
+    state = scene(phases, times, staged_catalog(snapshot=(2, 4), decode=(1, 2)))
+    requests = state.requests.draft()
+    requests.constraints[1] = 0 if alike else int(Constraint.GRAMMAR)
+    requests.token_r[:2] = [3.0, 1.0]
+    decision = new_decision(dataclasses.replace(state, requests=requests.sealed()))
+    firsts = {int(first) for block in prerequisite_candidates(decision) for first in block.first}
+    assert len(firsts) == (1 if alike else 2)
