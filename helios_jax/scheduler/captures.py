@@ -31,9 +31,18 @@ from helios_jax.scheduler.checkpoints import Claim
 from helios_jax.scheduler.cuts import anchor_ahead, copy_is_due, earned_ns, plan_cuts, terminal_is_due
 from helios_jax.scheduler.retention import Retention
 from helios_jax.scheduler.stages import window_end
-from helios_jax.scheduler.state import Requests, State
+from helios_jax.scheduler.state import RETIRING, TERMINAL, Requests, State
 from helios_jax.scheduler.state_rows import Role, RowUse
-from helios_jax.scheduler.types import CheckpointPublished, Fence, Lane, LaneRole, Limits, RequestHandle, RequestSpec
+from helios_jax.scheduler.types import (
+    CheckpointPublished,
+    CompletionRecord,
+    Fence,
+    Lane,
+    LaneRole,
+    Limits,
+    RequestHandle,
+    RequestSpec,
+)
 
 
 def check_source(checkpoints: library.Checkpoints, spec: RequestSpec) -> None:
@@ -202,10 +211,19 @@ def end_copy(draft: Draft, lane: Lane, fence: Fence, *, valid: bool) -> Checkpoi
     return CheckpointPublished(lane.handle, result.checkpoint, endpoint, role)
 
 
-def drop_copy(draft: Draft, lane: Lane, fence: Fence) -> None:
-    """The request of a lane ended while it ran: the row of a snapshot goes back, nothing is published."""
+def drop_lane(draft: Draft, requests: Requests, lane: Lane, record: CompletionRecord, fence: Fence) -> None:
+    """The request of a lane ended before its frame completed: nothing of it is published.
+
+    The row of a snapshot goes back. A request that waits for its terminal snapshot gives up if
+    the lane has moved its state on.
+    """
+    slot = lane.handle.slot
     if lane.role is LaneRole.SNAPSHOT:
         draft.rows = state_rows.finish_copy(draft.rows, lane.row, fence, publish=False)
+    elif requests.phase[slot] == TERMINAL and record.committed_len != requests.committed_len[slot]:
+        draft.rows = state_rows.disarm(draft.rows, int(requests.state_row[slot]))
+        draft.skip("terminal_overrun")
+        requests.state_row[slot], requests.phase[slot] = 0, RETIRING
 
 
 def end_restore(draft: Draft, handle: RequestHandle) -> None:
@@ -249,7 +267,8 @@ def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *
     A copy that was armed for exactly this state, or is in flight, becomes its terminal one.
 
     Args:
-        drained: No submitted program will move the state on.
+        drained: No submitted program names the request. One that does moves the state on, unless
+            the device stops by itself, which its record will show (`drop_lane`).
     """
     if not draft.enabled:
         return False
@@ -264,7 +283,7 @@ def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *
         captured_len=int(draft.captured_len[slot]),
     ):
         return False
-    if not drained:
+    if not (drained or draft.state.limits.stops_on_device):
         draft.skip("terminal_overrun")
         return False
     claim = Claim(int(draft.demand_ns[slot]), Role.TERMINAL, committed)

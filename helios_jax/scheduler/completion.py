@@ -110,7 +110,7 @@ def _complete(
     rounds: list[tuple[Lane, CompletionRecord]] = []
     for lane, record in zip(frame.plan.lanes, ordered, strict=True):
         if has_ended(phases[lane.handle.slot], lane.role):  # cancelled while it ran, or ended in the frame before
-            captures.drop_copy(draft, lane, fence)
+            captures.drop_lane(draft, requests, lane, record, fence)
         elif lane.role is LaneRole.DECODE:
             rounds.append((lane, record))
         elif (reason := advance_lane(draft, requests, lane, record, events, fence)) is not None:

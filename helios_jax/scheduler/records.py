@@ -117,14 +117,19 @@ def _round_problem(state: State, lane: Lane, record: CompletionRecord) -> str:
     count = len(record.tokens)
     if not 0 <= record.accepted <= record.offered < lane.length:
         return f"accepted {record.accepted} of {record.offered} proposals under a ceiling of {lane.length} rows"
+    slot = lane.handle.slot
+    ended = has_ended(int(state.requests.phase[slot]), lane.role)
+    if ended and count == 0 and state.limits.stops_on_device:
+        kept = (0, int(state.requests.committed_len[slot]))
+        done = (record.consumed, record.committed_len)
+        return "" if done == kept else f"consumed and committed {done} after its end, expected {kept}"
     if not record.valid:
         return f"sampled {count} tokens in an invalid lane" if count else ""
     if not 1 <= count <= record.accepted + 1:
         return f"sampled {count} tokens, expected {record.accepted + 1}"
     if record.consumed != count:
         return f"consumed {record.consumed} tokens for {count} emitted"
-    slot = lane.handle.slot
-    if has_ended(int(state.requests.phase[slot]), lane.role):
+    if ended:
         return ""
     start, spec = int(state.requests.committed_len[slot]), state.specs[slot]
     assert spec is not None  # an occupied slot has its spec: invariant 4

@@ -39,6 +39,9 @@ class Limits:
         feature_tokens: Image features that a slot stores at once; bounds a window of images.
         draft_extent: Cache positions that a draft may write past a lane's ceiling.
         frames: Frames in flight, 1 or 2.
+        stops_on_device: Programs know stop tokens and leave the state of a row alone once its output
+            has ended. Without it, a program queued behind a stop token moves the state past it, and
+            the request has nothing exact left to capture.
     """
 
     slots: int
@@ -49,6 +52,7 @@ class Limits:
     feature_tokens: int = 0
     draft_extent: int = 0
     frames: int = 2
+    stops_on_device: bool = False
 
 
 class FinishReason(enum.StrEnum):

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from helios_jax.scheduler import (
+    CompletionRecord,
     ExecutionTiming,
     FinishReason,
+    LaneRole,
     RequestHandle,
     RequestSpec,
     State,
@@ -49,10 +51,11 @@ ENDS = {
 
 class RetentionMachine(RuleBasedStateMachine):
     @initialize(
-        rows=st.integers(0, 5), fraction=st.sampled_from([0.0, 0.05, 1.0, 5.0]), snapshot=st.sampled_from([0, 0.1, 1])
-    )
-    def start(self, rows: int, fraction: float, snapshot: float) -> None:
-        self.state: State = hybrid_state(rows, fraction=fraction, snapshot_ms=snapshot, slots=3)
+        rows=st.integers(0, 5), fraction=st.sampled_from([0.0, 0.05, 1.0, 5.0]), snapshot=st.sampled_from([0, 0.1, 1]),
+        stops=st.booleans(),
+    )  # fmt: skip
+    def start(self, rows: int, fraction: float, snapshot: float, stops: bool) -> None:
+        self.state: State = hybrid_state(rows, fraction=fraction, snapshot_ms=snapshot, slots=3, stops_on_device=stops)
         self.running: dict[RequestHandle, RequestSpec] = {}
         self.flying: list[tuple[int, Any]] = []
         self.captured: set[tuple[RequestHandle, int]] = set()
@@ -109,6 +112,11 @@ class RetentionMachine(RuleBasedStateMachine):
         if spoil:
             records[0] = dataclasses.replace(records[0], valid=False, tokens=(), consumed=records[0].consumed)
         before = self.state
+        for number, lane in enumerate(plan.lanes):
+            at = int(before.requests.committed_len[lane.handle.slot])
+            knows = before.limits.stops_on_device and fence % 2  # of the end; of one by the host it cannot
+            if knows and lane.role is LaneRole.DECODE and before.requests.phase[lane.handle.slot] != Phase.DECODE:
+                records[number] = CompletionRecord(lane.handle, 0, (), at, valid=records[number].valid)
         self.state = advance_to(self.state, self.state.now_ns + device * MS)
         self.state, events = complete(self.state, fence, records, ExecutionTiming((device * MS,), device * MS))
         spoiled = records[0].handle if spoil else None

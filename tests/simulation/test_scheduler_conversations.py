@@ -48,15 +48,17 @@ from tests.unit.scheduler_toy import MS
 
 Tokens = tuple[int, ...]
 VOCABULARY = 97
+STOP = 5
 
 
 def next_token(tokens: Tokens) -> int:
-    return (hash(tokens) >> 3) % VOCABULARY
+    drawn = hash(tokens) >> 3
+    return STOP if drawn % 5 == 0 else drawn % VOCABULARY
 
 
 def cold_answer(prompt: Tokens, length: int) -> Tokens:
     tokens = prompt
-    for _ in range(length):
+    while len(tokens) < len(prompt) + length and (tokens == prompt or tokens[-1] != STOP):
         tokens += (next_token(tokens),)
     return tokens[len(prompt) :]
 
@@ -64,13 +66,14 @@ def cold_answer(prompt: Tokens, length: int) -> Tokens:
 class RecurrentDevice:
     """State of each slot and row is a token sequence; `pending` is sampled and not consumed yet."""
 
-    def __init__(self, slots: int, rows: int) -> None:
+    def __init__(self, slots: int, rows: int, stops: bool) -> None:
+        self.stops = stops
         self.slots: list[Tokens | None] = [None] * slots
         self.pending = [0] * slots
         self.rows: list[Tokens | None] = [None] * (rows + 1)
 
     def run(self, lane: Lane, prompt: Tokens) -> CompletionRecord:
-        slot, sampled, accepted = lane.handle.slot, (), 0
+        slot, sampled = lane.handle.slot, ()
         match lane.role:
             case LaneRole.INITIALIZE:
                 self.slots[slot] = ()
@@ -81,18 +84,23 @@ class RecurrentDevice:
             case LaneRole.PROMPT:
                 self.slots[slot] = self._of(slot) + prompt[lane.start : lane.start + lane.length]
             case LaneRole.DECODE:
-                tokens = (*self._of(slot), self.pending[slot])
-                accepted = hash(tokens) % lane.length  # of the proposals under the lane's ceiling
-                sampled = cold_answer(tokens, accepted)
-                self.slots[slot] = tokens + sampled
+                return self._round(lane)
         if lane.emits:
             self.pending[slot] = next_token(self._of(slot))
-            sampled = (*sampled, self.pending[slot])
-        if lane.role is not LaneRole.DECODE:
-            return CompletionRecord(lane.handle, lane.length, sampled, len(self._of(slot)))
-        offered = lane.length - 1
+            sampled = (self.pending[slot],)
+        return CompletionRecord(lane.handle, lane.length, sampled, len(self._of(slot)))
+
+    def _round(self, lane: Lane) -> CompletionRecord:
+        """Accept some of the proposals under the lane's ceiling; leave a row alone whose output has ended."""
+        slot = lane.handle.slot
+        if self.stops and self.pending[slot] == STOP:
+            return CompletionRecord(lane.handle, 0, (), len(self._of(slot)))
+        tokens = (*self._of(slot), self.pending[slot])
+        accepted = hash(tokens) % lane.length
+        sampled = cold_answer(tokens, accepted + 1)
+        self.slots[slot], self.pending[slot] = tokens + sampled[:-1], sampled[-1]
         end = len(self._of(slot))
-        return CompletionRecord(lane.handle, len(sampled), sampled, end, offered=offered, accepted=accepted)
+        return CompletionRecord(lane.handle, len(sampled), sampled, end, offered=lane.length - 1, accepted=accepted)
 
     def _of(self, slot: int) -> Tokens:
         tokens = self.slots[slot]
@@ -116,7 +124,7 @@ class Host:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.device = RecurrentDevice(state.limits.slots, state.limits.state_rows)
+        self.device = RecurrentDevice(state.limits.slots, state.limits.state_rows, state.limits.stops_on_device)
         self.turns: dict[RequestHandle, Turn] = {}
         self.frames: list[tuple[Fence, ScheduledPlan, tuple[CompletionRecord, ...]]] = []
         self.ended: list[Turn] = []
@@ -129,7 +137,7 @@ class Host:
                 best, source = endpoint, identity
         spec = RequestSpec(
             prompt=np.array(turn.prompt, np.int32), max_tokens=turn.length, message_ends=turn.message_ends,
-            restored_len=best, restore_from=source,
+            stop_token_ids=frozenset({STOP}), restored_len=best, restore_from=source,
         )  # fmt: skip
         try:
             self.state, handle = admit(self.state, spec, self.state.now_ns)
@@ -188,7 +196,7 @@ def talk(host: Host, conversation: Tokens, ends: tuple[int, ...], message: Token
 @pytest.mark.parametrize("fraction", [0.05, 5.0])
 def test_ten_turns_restore_what_the_last_one_left(fraction: float) -> None:
     """At least the turn before the last; with terminal captures all but the last token, which has no state yet."""
-    host = Host(hybrid_state(4, fraction=fraction))
+    host = Host(hybrid_state(4, fraction=fraction, stops_on_device=True))
     conversation: Tokens = ()
     expected = 0
     for number in range(10):
@@ -210,14 +218,14 @@ SPECULATIVE = (
 )
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 @pytest.mark.parametrize("rows", [1, 2, 5, 12])
 @pytest.mark.parametrize("more", [(), SPECULATIVE], ids=["plain", "speculative"])
 def test_cached_answers_equal_cold_ones(seed: int, rows: int, more: tuple[ProgramShape, ...]) -> None:
     """Concurrent conversations with a shared system prompt, aborts and edited history, at every size of the pool."""
     random_ = random.Random(100 * rows + seed)
     fraction, catalog = random_.choice([0.0, 0.05, 1.0, 5.0]), Catalog((*hybrid_catalog(), *more))
-    host = Host(hybrid_state(rows, fraction=fraction, catalog=catalog))
+    host = Host(hybrid_state(rows, fraction=fraction, catalog=catalog, stops_on_device=bool(seed % 2)))
     system = tuple(random_.randrange(VOCABULARY) for _ in range(6))
     talks: list[tuple[Tokens, tuple[int, ...]]] = [(system, (len(system),)) for _ in range(5)]
     served: list[Turn] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helios_jax.errors import InvariantError
 from helios_jax.scheduler import (
     CompletionRecord,
     ExecutionTiming,
@@ -217,9 +218,12 @@ def test_rows_stay_owned_through_gpu_completion_after_cancellation(end: Any) -> 
     assert skipped(state)["ended"] == 3
 
 
-def decoding(fraction: float = 0.05, snapshot_ms: float = 0.1, rows: int = 2, **rest: Any) -> tuple[State, Any]:
+def decoding(
+    fraction: float = 0.05, snapshot_ms: float = 0.1, rows: int = 2, on_device: bool = False, **rest: Any
+) -> tuple[State, Any]:
     """A request that has captured its prompt and produced one token, with 10 to go."""
-    state, handle = asked(hybrid_state(rows, fraction=fraction, snapshot_ms=snapshot_ms), 8, 11, **rest)
+    state = hybrid_state(rows, fraction=fraction, snapshot_ms=snapshot_ms, stops_on_device=on_device)
+    state, handle = asked(state, 8, 11, **rest)
     state, _, _ = run(state, lambda s: phase_of(s, handle) is Phase.DECODE)
     return state, handle
 
@@ -334,6 +338,42 @@ def test_a_submitted_program_that_moves_the_state_on_prevents_the_capture() -> N
     assert skipped(state) == {"terminal_overrun": 1}
     state, _ = finish_frame(state, second, fence + 1)
     assert phase_of(state, handle) is Phase.FREE
+
+
+def stopped(record: CompletionRecord) -> CompletionRecord:
+    """What a device says of a row whose output has ended: nothing happened."""
+    return dataclasses.replace(record, consumed=0, tokens=(), committed_len=record.committed_len - 1)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_device_that_stops_by_itself_keeps_the_last_state(stops: bool) -> None:
+    """Its report decides: if the queued program moved the state on all the same, the capture is given up."""
+    state, handle = decoding(fraction=1.0, stop_token_ids=frozenset({5}), on_device=True)
+    state, _, _ = run(state, lambda s: s.requests.output_len[handle.slot] == 4)
+    state, _, fence = submit(state)
+    state, _, _ = submit(state)
+    state, plan_events = finish_frame(state, state.frames[0].plan, fence, token=5)
+    assert plan_events[-1] == RequestFinished(handle, FinishReason.STOP, 5)
+    assert phase_of(state, handle) is Phase.TERMINAL
+    state, events = finish_frame(state, state.frames[0].plan, fence + 1, spoil=stopped if stops else lambda r: r)
+    assert events == ()
+    assert phase_of(state, handle) is (Phase.TERMINAL if stops else Phase.FREE)
+    assert skipped(state) == ({} if stops else {"terminal_overrun": 1})
+    state, events, _ = run(state)
+    assert published(events) == ([(12, CheckpointRole.TERMINAL)] if stops else [])
+
+
+def test_a_stopped_row_reports_exactly_nothing() -> None:
+    state, handle = decoding(fraction=1.0, stop_token_ids=frozenset({5}), on_device=True)
+    state, _, fence = submit(state)
+    state, _, _ = submit(state)
+    state, _ = finish_frame(state, state.frames[0].plan, fence, token=5)
+    plan = state.frames[0].plan
+    for wrong in ({"consumed": 1}, {"committed_len": 7}):
+        records = [dataclasses.replace(stopped(record), **wrong) for record in records_of(plan)]
+        with pytest.raises(InvariantError, match="after its end"):
+            complete(state, fence + 1, records, ExecutionTiming((MS,), MS))
+    assert phase_of(state, handle) is Phase.TERMINAL
 
 
 def test_preemption_keeps_a_copy_in_flight() -> None:
