@@ -13,7 +13,7 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, prompt_rows, scatter
 from helios_jax.scheduler.packed import usable_tokens
-from helios_jax.scheduler.pairs import Stage, fill_first, joined, kept, terminal_values, without_padding
+from helios_jax.scheduler.sequences import Stage, fill_first, joined, kept, terminal_values, without_padding
 from helios_jax.scheduler.stages import next_boundary, window_end
 from helios_jax.scheduler.state import RESTORE, SNAPSHOT, VISION
 

@@ -14,8 +14,6 @@ Source: specification, "Prerequisites and completion" and "Mixed execution contr
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from helios_jax.scheduler.candidates import (
@@ -31,28 +29,21 @@ from helios_jax.scheduler.candidates import (
 )
 from helios_jax.scheduler.joint import Lanes, best_option, pair_cohorts, prefix_sums
 from helios_jax.scheduler.packed import enabled_cohorts, usable_tokens
+from helios_jax.scheduler.sequences import (
+    Stage,
+    fill_first,
+    first_of,
+    joined,
+    kept,
+    known_times,
+    pair_rows,
+    terminal_values,
+    without_padding,
+)
 from helios_jax.scheduler.state import DECODE, PROMPT
 from helios_jax.scheduler.utility import undominated
 
 _ALL_OPTIONS = 8  # numbers of new rows that are all tried before a packed prefill; beyond, powers of two
-
-
-class Stage(NamedTuple):
-    """The requests that wait for one kind of prerequisite, n of them, and its F programs.
-
-    Attributes:
-        programs: int64 [F] row numbers.
-        waiting: int64 [n] slots, preferred order first.
-        after: int64 [n] what each can do afterwards: PROMPT, DECODE, or 0 (needs more stages).
-        fits: bool [F, n] whom each program can serve at all: images have sizes.
-        terminal: int64 [t] slots that a snapshot retires, most valuable first.
-    """
-
-    programs: np.ndarray
-    waiting: np.ndarray
-    after: np.ndarray
-    fits: np.ndarray
-    terminal: np.ndarray
 
 
 # ---- a following prefill
@@ -65,7 +56,9 @@ def prefill_pairs(decision: Decision, stage: Stage, *, scored: bool) -> list[Can
         return []
     able = stage.fits & fresh
     found = [_prefill_group(decision, stage, firsts, stage.waiting[able[firsts[0]]], scored) for firsts in _alike(able)]
-    every = joined([pairs for pairs in found if pairs is not None])
+    if not found:
+        return []
+    every = joined(found)
     slots = np.flatnonzero(every.work.any(axis=0))
     redundant = redundant_unmeasured(decision, every.follow, every.work[:, slots], slots, scored)
     return [kept(every, without_padding(decision, every) & ~redundant)]
@@ -74,7 +67,7 @@ def prefill_pairs(decision: Decision, stage: Stage, *, scored: bool) -> list[Can
 def _alike(able: np.ndarray) -> list[np.ndarray]:
     """Positions of the programs that can serve somebody, alike ones together; `able` is bool [F, n]."""
     if (able == able[0]).all():
-        return [np.arange(len(able))]
+        return [np.arange(len(able))] if able[0].any() else []
     _, group = np.unique(able, axis=0, return_inverse=True)
     every = [np.flatnonzero(group.ravel() == number) for number in range(int(group.max()) + 1)]
     return [firsts for firsts in every if able[firsts[0]].any()]
@@ -97,18 +90,18 @@ def _prefill_group(decision: Decision, stage: Stage, firsts: np.ndarray, fresh: 
     ends = np.clip(room[:, None] - (served & newly).sum(axis=2)[:, None], 0, len(stage.terminal))  # [M, G, Q]
     of, which = np.repeat(firsts, len(following)), np.tile(np.arange(len(following)), len(firsts))
     first, follow = stage.programs[of], following[which]
-    ending = prefix_sums(terminal_values(decision, stage.terminal, *_known_times(decision, first, follow)))
+    ending = prefix_sums(terminal_values(decision, stage.terminal, *known_times(decision, first, follow)))
     ends = ends.reshape(len(options), len(of))
     totals = value[:, which] + ending[np.arange(len(of)), ends]
     totals = np.where(np.repeat(allowed, len(following), axis=1), totals, -np.inf)
     best, pairs = best_option(totals, served.sum(axis=2)[:, which] + ends), np.arange(len(of))
     work = scatter(lengths[best, which], slots, state.limits.slots)
     needed = (work > 0) & (requests.phase != PROMPT)
-    needed |= _first_of(stage.terminal, ends[best, pairs], state.limits.slots)
+    needed |= first_of(stage.terminal, ends[best, pairs], state.limits.slots)
     members = fill_first(needed, stage, of, programs.batch)
     padding = programs.batch[first] - members.sum(axis=1)
     padding += prompt_padding(programs.tokens[follow], programs.batch[follow], work)
-    found = _pairs(decision, stage, of, follow, members, work, totals[best, pairs], padding)
+    found = pair_rows(decision, stage, of, follow, members, work, totals[best, pairs], padding)
     return kept(found, np.isfinite(found.value))
 
 
@@ -140,26 +133,27 @@ def delivery_pairs(decision: Decision, stage: Stage) -> list[Candidates]:
     """
     requests, programs = decision.state.requests, decision.state.programs
     nobody = np.zeros(0, np.int64)
-    enabled = stage.waiting[(stage.after == PROMPT) & ~requests.scored[stage.waiting]]
+    enabled = (stage.after == PROMPT) & ~requests.scored[stage.waiting]
     found = []
     if (stage.after == DECODE).any():
         for kind in (programs.decode, programs.speculative, programs.mixed):
-            found += _delivery_case(decision, stage, kind, nobody, enabled=False)
+            found += _delivery_case(decision, stage, kind, nobody)
         ready = decision.slots((requests.phase == PROMPT) & ~requests.scored)
         if len(ready):
-            found += _delivery_case(decision, stage, programs.mixed, ready, enabled=False)
-    if len(enabled):
-        found += _delivery_case(decision, stage, programs.mixed, enabled, enabled=True)
+            found += _delivery_case(decision, stage, programs.mixed, ready)
+    if enabled.any():
+        able = stage.fits[:, enabled]
+        found += _delivery_case(decision, stage, programs.mixed, stage.waiting[enabled], able)
     return found
 
 
 def _delivery_case(
-    decision: Decision, stage: Stage, following: np.ndarray, prompts: np.ndarray, *, enabled: bool
+    decision: Decision, stage: Stage, following: np.ndarray, prompts: np.ndarray, able: np.ndarray | None = None
 ) -> list[Candidates]:
     """Pairs with programs of one kind, the best of `prompts` in their prompt row if there are any.
 
     Args:
-        enabled: The prompt itself is newly ready, and takes a row of the prerequisite.
+        able: bool [F, n] where the prompts are newly ready: each takes a row of the prerequisite that serves it.
     """
     if not len(following):
         return []
@@ -168,9 +162,9 @@ def _delivery_case(
     following = _worth_a_look(decision, following, prompts, len(fresh) + len(ready))
     of, which = np.divmod(np.arange(len(stage.programs) * len(following)), len(following))
     first, follow = stage.programs[of], following[which]
-    first_ms, rest_ms = _known_times(decision, first, follow)
-    able = stage.fits[of][:, np.isin(stage.waiting, prompts)] if enabled else None
-    prompt, prompt_value, prompt_work = best_prompts(decision, follow, prompts, able)
+    first_ms, rest_ms = known_times(decision, first, follow)
+    enabled = able is not None
+    prompt, prompt_value, prompt_work = best_prompts(decision, follow, prompts, None if able is None else able[of])
     new, new_work = _lanes(decision, following, fresh, which, first_ms + rest_ms)
     old, old_work = _lanes(decision, following, ready, which, first_ms + rest_ms)
     taken = int(len(prompts) > 0)
@@ -181,7 +175,7 @@ def _delivery_case(
     work = scatter(np.where(cohorts.new, new_work, 0), fresh, state.limits.slots)
     work += scatter(np.where(cohorts.old, old_work, 0), ready, state.limits.slots)
     needed = scatter(cohorts.new, fresh, state.limits.slots)
-    needed |= _first_of(stage.terminal, cohorts.ends, state.limits.slots)
+    needed |= first_of(stage.terminal, cohorts.ends, state.limits.slots)
     legal = np.isfinite(cohorts.value)
     if taken:
         work[np.arange(len(of)), prompt] = prompt_work
@@ -190,7 +184,7 @@ def _delivery_case(
     members = fill_first(needed, stage, of, programs.batch)
     rows, tokens = programs.batch + programs.prompt + programs.packed, work.sum(axis=1) + (work > 0).sum(axis=1)
     padding = programs.batch[first] - members.sum(axis=1) + rows[follow] - tokens
-    found = _pairs(decision, stage, of, follow, members, work, cohorts.value + prompt_value, padding)
+    found = pair_rows(decision, stage, of, follow, members, work, cohorts.value + prompt_value, padding)
     legal[legal] = without_padding(decision, kept(found, legal))
     return [kept(found, legal & ~redundant_mixed(decision, follow, work, prompt) if taken else legal)]
 
@@ -218,7 +212,7 @@ def _worth_a_look(decision: Decision, following: np.ndarray, prompts: np.ndarray
     longest prompt. Rounds are left alone: their target rows are an extent of its own.
     """
     state, programs = decision.state, decision.state.programs
-    if np.isin(following[0], programs.speculative) or not same_age_prices(decision):
+    if following is programs.speculative or not same_age_prices(decision):
         return following
     longest = (state.requests.boundary - state.requests.consumed_len)[prompts].max(initial=0)
     rows = np.minimum(programs.batch[following], num_lanes + int(len(prompts) > 0))
@@ -252,99 +246,3 @@ def best_prompts(
     best = np.where(usable > 0, worth, -1.0).argmax(axis=1)
     which = np.arange(len(following))
     return prompts[best], worth[which, best], usable[which, best]
-
-
-# ---- candidates
-
-
-def _first_of(slots: np.ndarray, count: np.ndarray, num_slots: int) -> np.ndarray:
-    """bool [C, num_slots]: the first `count` of `slots`."""
-    return scatter(np.arange(len(slots)) < count[:, None], slots, num_slots)
-
-
-def terminal_values(decision: Decision, terminal: np.ndarray, first_ms: np.ndarray, rest_ms: np.ndarray) -> np.ndarray:
-    """Scaled worth of terminal rows whose snapshot takes T, before a rest F of the sequence; float64 [C, t].
-
-    terminal_value + p sigma (A + T), and the waiting that its end at T saves over the rest,
-    p F (A + T + F / 2).
-
-    Args:
-        terminal: int64 [t] slots.
-        first_ms, rest_ms: float64 [C], both 0 in a sequence with an unmeasured stage.
-
-    Source: scheduling-utility.md section 9, readings 6 and 7.
-    """
-    values, rest = decision.values, rest_ms[:, None]
-    done_ms = values.age_ms[terminal] + first_ms[:, None]
-    worth = values.terminal + values.terminal_price[terminal] * done_ms
-    return worth + values.terminal_wait * rest * (done_ms + 0.5 * rest)
-
-
-def fill_first(needed: np.ndarray, stage: Stage, of: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Fill prerequisite programs: unused rows advance further waiting requests at no physical cost.
-
-    Args:
-        needed: bool [C, slots] rows that the sequences need.
-        of: int64 [C] positions of the programs in the stage.
-        batch: int64 [programs] rows of the catalogue.
-    """
-    members = needed.copy()
-    free = batch[stage.programs[of]] - members.sum(axis=1)
-    idle = stage.fits[of] & ~members[:, stage.waiting]
-    members[:, stage.waiting] |= idle & (np.cumsum(idle, axis=1) <= free[:, None])
-    return members
-
-
-def without_padding(decision: Decision, found: Candidates) -> np.ndarray:
-    """bool [C]: which candidates are no redundant padding of another one.
-
-    Those are redundant that have the members, work and proposal depth of one with no larger and
-    one smaller extent; timings play no part. Prerequisites, and programs that follow, are of one kind each.
-    """
-    programs, follow = decision.state.programs, found.follow
-    columns = np.stack([programs.batch, programs.tokens, programs.prompt, programs.packed], axis=1)
-    extents = np.concatenate([columns[found.first], np.where(follow[:, None] < 0, 0, columns[follow])], axis=1)
-    decodes = found.work[:, decision.state.requests.streams].any(axis=1)
-    depth = np.where(decodes & (follow >= 0), programs.depth[follow], 0)
-    # Without proposals programs are alike, whatever their source.
-    source = np.where(depth > 0, 1 + 2 * programs.source[follow] + programs.device_allocates[follow], 0)
-    used = np.flatnonzero(found.work.any(axis=0))
-    identity = np.concatenate([found.work[:, used], depth[:, None], source[:, None]], axis=1).astype(np.int32)
-    rows = np.packbits(found.members, axis=1)
-    return undominated(np.concatenate([np.ascontiguousarray(identity).view(np.uint8), rows], axis=1), extents)
-
-
-def kept(found: Candidates, mask: np.ndarray) -> Candidates:
-    """The candidates of a bool [C] mask."""
-    return found if mask.all() else Candidates(*[column[mask] for column in found])
-
-
-def joined(found: list[Candidates]) -> Candidates:
-    """All candidates of a list of at least one."""
-    return found[0] if len(found) == 1 else Candidates(*[np.concatenate(column) for column in zip(*found, strict=True)])
-
-
-def _known_times(decision: Decision, first: np.ndarray, follow: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """T and F of pairs, ms; both 0 where one is not measured."""
-    first_ms, rest_ms = decision.duration_ms[first], decision.duration_ms[follow]
-    known = (first_ms > 0) & (rest_ms > 0)
-    return np.where(known, first_ms, 0.0), np.where(known, rest_ms, 0.0)
-
-
-def _pairs(
-    decision: Decision, stage: Stage, of: np.ndarray, follow: np.ndarray, members: np.ndarray, work: np.ndarray,
-    value: np.ndarray, padding: np.ndarray,
-) -> Candidates:  # fmt: skip
-    first = stage.programs[of]
-    return Candidates(
-        first=first,
-        follow=follow,
-        members=members,
-        lengths=np.zeros_like(work),
-        work=work,
-        prompt=np.full(len(first), -1),
-        value=value,
-        duration_ms=decision.duration_ms[first] + decision.duration_ms[follow],
-        known=(decision.duration_ms[first] > 0) & (decision.duration_ms[follow] > 0),
-        padding=padding,
-    )

@@ -16,10 +16,10 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision
 from helios_jax.scheduler.multistage import continuation_candidates, terminal_candidates
-from helios_jax.scheduler.pairs import Stage, best_prompts, delivery_pairs, prefill_pairs, same_age_prices
+from helios_jax.scheduler.pairs import best_prompts, delivery_pairs, prefill_pairs, same_age_prices
+from helios_jax.scheduler.sequences import Stage
 from helios_jax.scheduler.stages import at_window_end, next_features
 from helios_jax.scheduler.state import DECODE, INITIALIZE, PROMPT, RESTORE, SNAPSHOT, TERMINAL, VISION, State
-from helios_jax.scheduler.utility import undominated
 
 __all__ = ["best_prompts", "enabled_phases", "prerequisite_candidates"]
 
@@ -97,4 +97,5 @@ def _worth_a_look(decision: Decision, rows: np.ndarray, demand: int) -> np.ndarr
     if not same_age_prices(decision):
         return rows
     capacity = decision.state.programs.batch[rows]
-    return rows[undominated(np.minimum(capacity, demand)[:, None], capacity[:, None])]
+    roomy = capacity[capacity >= demand]
+    return rows[capacity <= roomy.min()] if len(roomy) else rows
