@@ -204,7 +204,7 @@ def prefill_candidates(decision: Decision, *, scored: bool) -> Candidates | None
     programs = prompt_programs(decision, slots, scored)
     tokens, capacity = state.programs.tokens[programs], state.programs.batch[programs]
     lengths, totals = packed_cohorts(prompt_rows(decision, slots), tokens, capacity)
-    keep = undominated(lengths, np.stack([capacity, tokens], axis=1)) & (lengths > 0).any(axis=1)
+    keep = undominated(lengths, state.programs.extents[programs]) & lengths.any(axis=1)
     keep &= ~redundant_unmeasured(decision, programs, lengths, slots, scored)
     work = scatter(lengths[keep], slots, state.limits.slots)
     padding = prompt_padding(tokens[keep], capacity[keep], work)
@@ -260,9 +260,10 @@ def prompt_programs(decision: Decision, slots: np.ndarray, scored: bool) -> np.n
     rows = state.programs.scored_prefill if scored else state.programs.prefill
     capacity, tokens = state.programs.batch[rows], state.programs.tokens[rows]
     remaining = np.sort(state.requests.boundary[slots] - state.requests.consumed_len[slots])[::-1]
-    usable_rows = np.minimum(capacity, len(slots))
-    usable_tokens = np.minimum(tokens, np.cumsum(remaining)[usable_rows - 1])
-    return rows[undominated(np.stack([usable_rows, usable_tokens], 1), np.stack([capacity, tokens], 1))]
+    usable = np.empty((len(rows), 2), np.int64)
+    np.minimum(capacity, len(slots), out=usable[:, 0])
+    np.minimum(tokens, remaining.cumsum()[usable[:, 0] - 1], out=usable[:, 1])
+    return rows[undominated(usable, state.programs.extents[rows])]
 
 
 def redundant_unmeasured(

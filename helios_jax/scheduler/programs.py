@@ -31,6 +31,7 @@ class ProgramTable:
         device_allocates: bool [programs], the device allocates target rows.
         lane_class: [programs] which programs mean the same for one lane: equal width, depth, source and allocation.
         class_program: [classes] a program of each class.
+        extents: [programs, 4] batch, tokens, prompt and packed beside each other: what padding is measured by.
         decode, prefill, ... : Row numbers of the kind; `delivering` are all that decode.
     """
 
@@ -44,6 +45,7 @@ class ProgramTable:
     device_allocates: np.ndarray
     lane_class: np.ndarray
     class_program: np.ndarray
+    extents: np.ndarray
     decode: np.ndarray
     prefill: np.ndarray
     scored_prefill: np.ndarray
@@ -103,6 +105,7 @@ def tabulate(catalog: Catalog) -> ProgramTable:
         device_allocates=device,
         lane_class=lane_class.ravel(),
         class_program=class_program,
+        extents=np.array([columns[name] for name in ("batch", "tokens", "prompt", "packed")], np.int64).T.copy(),
         **rows,
     )
     for field in dataclasses.fields(table):

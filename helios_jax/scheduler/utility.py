@@ -9,6 +9,7 @@ The cohort searches take programs along the first axis and requests along the se
 
 from __future__ import annotations
 
+from operator import ge
 from typing import NamedTuple
 
 import numpy as np
@@ -163,17 +164,43 @@ def undominated(cohorts: np.ndarray, capacities: np.ndarray) -> np.ndarray:
     Returns:
         bool [C].
     """
-    numbers: dict[bytes, int] = {}
-    group = np.array([numbers.setdefault(cohort.tobytes(), len(numbers)) for cohort in cohorts], np.int64)
     keep = np.ones(len(cohorts), np.bool_)
-    if len(numbers) == len(cohorts):
+    if len(cohorts) < 2:
         return keep
-    shared = np.flatnonzero(np.bincount(group)[group] > 1)
-    group, extents = group[shared], capacities[shared]
-    dominated = group[:, None] == group
-    larger = np.zeros_like(dominated)
-    for extent in extents.T:
-        dominated &= extent[:, None] >= extent
-        larger |= extent[:, None] > extent
-    keep[shared] = ~(dominated & larger).any(axis=1)
+    alike: dict[bytes, list[int]] = {}
+    for number, cohort in enumerate(row_bytes(cohorts)):
+        alike.setdefault(cohort, []).append(number)
+    if len(alike) == len(cohorts):
+        return keep
+    extents = [tuple(extent) for extent in capacities.tolist()]
+    dominated: list[int] = []
+    for numbers in alike.values():
+        if len(numbers) > 1:
+            dominated += _dominated(extents, numbers)
+    keep[dominated] = False
     return keep
+
+
+def _dominated(extents: list[tuple[int, ...]], numbers: list[int]) -> list[int]:
+    """Those of `numbers` whose extents are no smaller than another one's in anything, and larger in something.
+
+    In rising order whatever dominates comes before what it dominates, and it is enough to look at
+    the smallest ones: a few comparisons of small tuples, where arrays would take a dozen calls.
+    """
+    smallest: list[tuple[int, ...]] = []
+    dominated = []
+    for number in sorted(numbers, key=extents.__getitem__):
+        mine = extents[number]
+        if not smallest or mine == smallest[-1]:
+            smallest = smallest or [mine]
+        elif any(all(map(ge, mine, other)) for other in smallest):
+            dominated.append(number)
+        else:
+            smallest.append(mine)
+    return dominated
+
+
+def row_bytes(rows: np.ndarray) -> list[bytes]:
+    """The contents of each row of [C, ...], C > 0, as a key; rows of one dtype are equal when their keys are."""
+    flat = np.ascontiguousarray(rows).reshape(len(rows), -1)
+    return flat.view((np.void, flat.itemsize * flat.shape[1])).ravel().tolist() if flat.size else [b""] * len(flat)
