@@ -50,3 +50,41 @@ def tiny_core_dir(cache_dir: Path) -> Path:
     options = CoreOptions(max_slots=8, max_context=128, prefill_chunk=64)
     prepare(tiny_checkpoint("llama3"), options, out).close()
     return out
+
+
+@pytest.fixture(scope="session")
+def tiny_copy_core_dir(cache_dir: Path) -> Path:
+    """The tiny Llama with rounds of up to 3 copied proposals, 4 target rows: 2 slots, context 128; 12 programs."""
+    from helios_jax.aot import CoreOptions, prepare
+    from tests.golden.tiny import tiny_checkpoint
+
+    out = cache_dir / "tiny-llama3-copy"
+    options = CoreOptions(
+        max_slots=2,
+        max_context=128,
+        prefill_chunk=64,
+        spec_method="copy",
+        num_draft_tokens=3,
+        speculative_token_capacity=4,
+    )
+    prepare(tiny_checkpoint("llama3"), options, out).close()
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_core_dir(cache_dir: Path) -> Path:
+    """The tiny Llama with a tiny Qwen3 as draft model, 2 proposals a round: 1 slot, context 128; 7 programs."""
+    from helios_jax.aot import CoreOptions, prepare
+    from tests.golden.tiny import tiny_checkpoint
+
+    out = cache_dir / "tiny-llama3-draft"
+    options = CoreOptions(
+        max_slots=1,
+        max_context=128,
+        prefill_chunk=64,
+        spec_method="draft",
+        draft_model=str(tiny_checkpoint("qwen3")),
+        num_draft_tokens=2,
+    )
+    prepare(tiny_checkpoint("llama3"), options, out).close()
+    return out
