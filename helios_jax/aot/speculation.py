@@ -1,7 +1,7 @@
 """Which speculative rounds a core holds, and what a load may leave out.
 
-What a program of each kind costs is compile time: about 6 s a program of a small model on two
-CPU cores. So a core holds, of all rounds that `scheduler.catalog.speculative_shapes` lists:
+Each program costs compile time, 7 to 12 CPU seconds of a model as small as SmolLM2 (docs/LOG.md). So
+a core holds, of all rounds that `scheduler.catalog.speculative_shapes` lists:
 
 - width one at every request bucket, where there is a draft context to keep. Without one (copy)
   plain decode is that program;

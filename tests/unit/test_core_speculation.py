@@ -18,8 +18,9 @@ from helios_jax.aot.identity import core_catalog
 from helios_jax.aot.manifest import DRAFT_WEIGHTS_DIR, MANIFEST_NAME, read_manifest
 from helios_jax.aot.memory import make_dims, plan_memory
 from helios_jax.aot.options import CoreOptions, conflicts, load_options
-from helios_jax.aot.report import ProgramStatus, inspect_core
+from helios_jax.aot.report import ProgramStatus, inspect_caption, inspect_core
 from helios_jax.aot.speculation import default_rows, widths
+from helios_jax.cli import main
 from helios_jax.errors import ConfigError, CoreError
 from helios_jax.scheduler.catalog import Allocation, Catalog, ProgramKind, ProgramShape, ProposalSource
 from tests.unit import core_toy
@@ -263,7 +264,9 @@ def statuses(core: Any) -> set[ProgramStatus]:
     return {line.status for line in core.report}
 
 
-def test_a_core_with_rounds_loads_them_all_and_inspect_shows_them(copy_core: Path, tmp_path: Path) -> None:
+def test_a_core_with_rounds_loads_them_all_and_inspect_shows_them(
+    copy_core: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = copied(copy_core, tmp_path)
     with load_plain(root) as core:
         assert statuses(core) == {ProgramStatus.LOADED}
@@ -275,6 +278,12 @@ def test_a_core_with_rounds_loads_them_all_and_inspect_shows_them(copy_core: Pat
     rows = {row.name: row for row in inspect_core(root) if row.kind == SPECULATIVE}
     assert set(rows) == {shape.name for shape in read_manifest(root).catalog if shape.kind is SPECULATIVE}
     assert all(row.argument_bytes > 0 for row in rows.values())
+    wide = rows["speculative-b2-t4-d3-p4-copy"]
+    assert (wide.proposal_depth, wide.packed_capacity) == (3, 4)
+    main(["inspect", str(root)])
+    shown = "".join(capsys.readouterr().out.split())
+    assert all(name in shown for name in rows)
+    assert "speculation:copy,atmost3proposals,8targetrowsaround" in shown
 
 
 def test_the_draft_model_is_in_manifest_weights_and_params_and_needs_no_checkpoint_later(
@@ -286,6 +295,8 @@ def test_the_draft_model_is_in_manifest_weights_and_params_and_needs_no_checkpoi
     assert manifest.draft.model_config == ToySource(tmp_path / "draft").model_config()
     assert {Path(file.path).parts[0] for file in manifest.draft_weights} == {DRAFT_WEIGHTS_DIR}
     assert manifest.memory["params_bytes"] == 2 * WEIGHTS_BYTES
+    caption = "speculation: draft by toy/model, 64 parameters, at most 1 proposals, 2 target rows a round"
+    assert inspect_caption(root) == caption
     for name in ("model", "draft"):
         (tmp_path / name).rename(tmp_path / f"{name}-gone")
     with load(root) as core:
