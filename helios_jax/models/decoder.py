@@ -12,19 +12,17 @@ on CPU (docs/LOG.md).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
-from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from helios_jax.errors import CheckpointError
+from helios_jax.models.graph import ModuleGraph
 from helios_jax.models.interface import Attend, AttentionSpec, LayerCache, Params
 from helios_jax.models.layers import Attention, Embedding, FeedForward, Linear, RMSNorm, linear
-from helios_jax.models.params import dtype_of, leaves, tree_of
 from helios_jax.models.rope import RopeConfig, inverse_frequencies, rotation
 
 _POSITIVE = (
@@ -50,6 +48,9 @@ class DecoderConfig:
         windows: One entry a layer: keys at positions <= query - window are masked; None = all seen.
         qkv_bias, output_bias, mlp_bias: Which projections add a bias.
         qk_norm: RMSNorm over H on q and k before the rotation (Qwen3).
+        zero_centred_norms: Norms multiply by 1 + w (Qwen3-Next, Qwen3.5).
+        output_gate: q_proj also gives a gate of [N, H]; its sigmoid multiplies what the heads mixed (the same).
+        mtp_layers: Decoder layers of the multi-token-prediction heads, 0 or 1.
         tie_word_embeddings: The output matrix is the embedding matrix.
 
     Raises:
@@ -72,6 +73,9 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    zero_centred_norms: bool = False
+    output_gate: bool = False
+    mtp_layers: int = 0
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +92,8 @@ class DecoderConfig:
             raise CheckpointError(f"{len(self.windows)} layer types are given for {self.num_layers} layers")
         if any(window is not None and window < 1 for window in self.windows):
             raise CheckpointError(f"a sliding window must be positive: {self.windows}")
+        if self.mtp_layers not in (0, 1):
+            raise CheckpointError(f"multi-token prediction with {self.mtp_layers} layers is not supported; one is")
         inverse_frequencies(self.rope, self.head_dim)  # raises where the factors do not fit
 
     def digest(self) -> str:
@@ -96,13 +102,24 @@ class DecoderConfig:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def attention_spec(config: DecoderConfig, layer: int, window: int | None = None) -> AttentionSpec:
+    """What attention needs to know of one layer."""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    return AttentionSpec(layer, heads, kv_heads, dim, dim**-0.5, window)
+
+
+def norm_of(config: DecoderConfig, width: int, dtype: jax.typing.DTypeLike) -> RMSNorm:
+    """An RMSNorm over `width` in the family's convention."""
+    return RMSNorm(width, config.rms_norm_eps, dtype, config.zero_centred_norms)
+
+
 class DecoderLayer(nnx.Module):
     """One attention and one feed-forward part, each behind its norm and beside its residual."""
 
     def __init__(self, config: DecoderConfig, dtype: jax.typing.DTypeLike) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.input_layernorm = norm_of(config, config.hidden_size, dtype)
         self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = norm_of(config, config.hidden_size, dtype)
         self.mlp = FeedForward(config, dtype)
 
     def __call__(
@@ -125,7 +142,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, dtype: jax.typing.DTypeLike) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List([DecoderLayer(config, dtype) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = norm_of(config, config.hidden_size, dtype)
 
 
 class CausalDecoder(nnx.Module):
@@ -142,32 +159,15 @@ class DecoderModel:
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
+        self._graph = ModuleGraph(lambda: CausalDecoder(config, np.float32))
         self.family = config.family
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
-        self.attention_layers = tuple(
-            AttentionSpec(i, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, window)
-            for i, window in enumerate(config.windows)
-        )
-
-    @functools.cached_property
-    def _abstract(self) -> tuple[Any, list[tuple[str, tuple[Any, ...], Any]]]:
-        """The graph definition and (tensor name, path, abstract parameter) of every leaf."""
-        graph, state = nnx.split(nnx.eval_shape(lambda: CausalDecoder(self.config, np.float32)))
-        return graph, [(".".join(map(str, path)), path, leaf) for path, leaf in nnx.to_flat_state(state)]
+        self.attention_layers = tuple(attention_spec(config, i, window) for i, window in enumerate(config.windows))
 
     def abstract_params(self, dtype: jax.typing.DTypeLike) -> Params:
         """The parameter tree as ShapeDtypeStructs of `dtype`; allocates nothing."""
-        target = dtype_of(dtype)
-        return tree_of((name, jax.ShapeDtypeStruct(leaf.shape, target)) for name, _, leaf in self._abstract[1])
-
-    def _merge(self, params: Params) -> CausalDecoder:
-        """The module over the arrays of `params`; called while tracing, so it costs nothing later."""
-        graph, entries = self._abstract
-        given = dict(leaves(params))
-        return nnx.merge(
-            graph, nnx.from_flat_state([(path, leaf.replace(given[name])) for name, path, leaf in entries])
-        )
+        return self._graph.abstract_params(dtype)
 
     def forward(
         self, params: Params, tokens: jax.Array, positions: jax.Array, caches: tuple[LayerCache, ...], attend: Attend
@@ -176,7 +176,7 @@ class DecoderModel:
 
         Rows are independent except inside `attend`, so lanes may be packed in any order.
         """
-        module = self._merge(params).model
+        module: Decoder = self._graph.merge(params).model
         cos_sin = rotation(positions, inverse_frequencies(self.config.rope, self.config.head_dim))
         x, new_caches = module.embed_tokens(tokens), []
         for layer, spec, cache in zip(module.layers, self.attention_layers, caches, strict=True):

@@ -47,18 +47,24 @@ def dense_from_hf(config: Fields, family: str, **differences: Any) -> DecoderCon
         "head_dim": config.integer("head_dim", hidden // max(1, heads)),
         "rms_norm_eps": config.number("rms_norm_eps", 1e-6),
         "max_position_embeddings": config.integer("max_position_embeddings"),
-        "rope": rope_from_hf(config),
+        "rope": differences.pop("rope", None) or rope_from_hf(config),
         "windows": (None,) * layers,
         "tie_word_embeddings": config.boolean("tie_word_embeddings", False),
     }
     return DecoderConfig(**{**shared, **differences})
 
 
-def rope_from_hf(config: Fields) -> RopeConfig:
-    """The rotary settings of a config.json in either spelling."""
+def rope_from_hf(config: Fields, rotated_share: float | None = None) -> RopeConfig:
+    """The rotary settings of a config.json in either spelling.
+
+    Args:
+        rotated_share: Of families that rotate a part of the head dimension, where the file does not say it.
+    """
     rope = config.section("rope_parameters") or config.section("rope_scaling") or Fields({}, config.where)
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
-    if (part := rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))) != 1.0:
+    whole = 1.0 if rotated_share is None else rotated_share
+    part = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", whole))
+    if rotated_share is None and part != 1.0:
         raise CheckpointError(f"{config.where}: partial_rotary_factor {part} is not supported here")
     scaling = rope.text("rope_type", rope.text("type", "default"))
     if scaling == "llama3":
@@ -70,9 +76,10 @@ def rope_from_hf(config: Fields) -> RopeConfig:
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
             original_context=config.integer("max_position_embeddings") if original is None else original,
+            rotated_share=part,
         )
     factor = rope.number("factor") if scaling == "linear" else 1.0
-    return RopeConfig(scaling=scaling, theta=theta, factor=factor)
+    return RopeConfig(scaling=scaling, theta=theta, factor=factor, rotated_share=part)
 
 
 def windows_from_hf(config: Fields) -> tuple[int | None, ...]:
@@ -149,8 +156,13 @@ def dense_to_config(model: DecoderModel) -> dict[str, Any]:
 
 
 def dense_from_config(config: dict[str, Any]) -> DecoderModel:
-    """The model of `dense_to_config`'s values (JSON makes lists of tuples)."""
+    """The model of `dense_to_config`'s values."""
+    return DecoderModel(dense_config(config))
+
+
+def dense_config(config: dict[str, Any]) -> DecoderConfig:
+    """The configuration of `dense_to_config`'s values (JSON makes lists of tuples)."""
     rope = dict(config["rope"])
     rope["freq_factors"] = tuple(rope["freq_factors"])
     fields = {**config, "rope": RopeConfig(**rope), "windows": tuple(config["windows"])}
-    return DecoderModel(DecoderConfig(**fields))
+    return DecoderConfig(**fields)

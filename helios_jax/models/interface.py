@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -62,3 +62,46 @@ class Model(Protocol):
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """hidden [R, D] -> float32 logits [R, V]."""
+
+
+@runtime_checkable
+class MtpHeads(Protocol):
+    """Multi-token-prediction heads of a model: a draft on the target's hidden rows, with a cache of its own.
+
+    Row i reads the target's final normed hidden of position i and the token of position i + 1, and
+    predicts the token of position i + 2. Its output takes the place of the hidden when the heads go on
+    by themselves. Embedding and output matrix are the target's: logits are `Model.logits` of the output.
+    """
+
+    family: str
+    vocab_size: int
+    max_position_embeddings: int
+    hidden_size: int
+    attention_layers: tuple[AttentionSpec, ...]
+
+    def abstract_params(self, dtype: jax.typing.DTypeLike) -> Params:
+        """The heads' own parameter tree as ShapeDtypeStructs; allocates nothing."""
+
+    def predict(
+        self, params: Params, target: Params, tokens: jax.Array, positions: jax.Array, hidden: jax.Array,
+        caches: tuple[LayerCache, ...], attend: Attend,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:  # fmt: skip
+        """One pass.
+
+        Args:
+            params, target: Parameters of the heads, and of the model that they belong to.
+            tokens: [T] int32, each one position behind its row.
+            positions: [T] int32 of the rows: that of `hidden`, in the target's count.
+            hidden: [T, D] the target's, or the heads' own output one row earlier.
+
+        Returns:
+            Normed output [T, D], and the caches.
+        """
+
+
+Draft = Model | MtpHeads  # what proposes beside a target
+
+
+def heads_of(model: Model) -> MtpHeads | None:
+    """The multi-token-prediction heads of a model; None where it has none."""
+    return getattr(model, "mtp", None)

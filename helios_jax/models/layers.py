@@ -72,16 +72,22 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """cast(x / sqrt(mean(x^2) + eps)) * w, the mean in float32 (the plain convention, no 1 + w)."""
+    """x / sqrt(mean(x^2) + eps) times w, the mean in float32.
 
-    def __init__(self, width: int, eps: float, dtype: jax.typing.DTypeLike) -> None:
+    Plain: cast(x_hat) * w. Zero-centred: cast(x_hat * (1 + w)), the product in float32 too.
+    """
+
+    def __init__(self, width: int, eps: float, dtype: jax.typing.DTypeLike, zero_centred: bool = False) -> None:
         self.weight = nnx.Param(jnp.ones((width,), dtype))
         self.eps = eps
+        self.zero_centred = zero_centred
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., width] -> the same shape and dtype."""
         wide = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.zero_centred:
+            return (wide * scale * (1 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return (wide * scale).astype(x.dtype) * self.weight[...]
 
 
@@ -100,16 +106,21 @@ class FeedForward(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, optional norms of q and k over H, rotation; the scores belong to `attend`."""
+    """Projections, optional norms of q and k over H, rotation, optional gate; the scores belong to `attend`.
+
+    With a gate, row n of q_proj's output [N, 2 H] is head n's query, then its gate.
+    """
 
     def __init__(self, config: DecoderConfig, dtype: jax.typing.DTypeLike) -> None:
         d, h = config.hidden_size, config.head_dim
-        self.q_proj = Linear(d, config.num_heads * h, config.qkv_bias, dtype)
+        self.q_proj = Linear(d, config.num_heads * h * (2 if config.output_gate else 1), config.qkv_bias, dtype)
         self.k_proj = Linear(d, config.num_kv_heads * h, config.qkv_bias, dtype)
         self.v_proj = Linear(d, config.num_kv_heads * h, config.qkv_bias, dtype)
         self.o_proj = Linear(config.num_heads * h, d, config.output_bias, dtype)
-        self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.output_gate = config.output_gate
+        norms = (config.rms_norm_eps, dtype, config.zero_centred_norms)
+        self.q_norm = RMSNorm(h, *norms) if config.qk_norm else None
+        self.k_norm = RMSNorm(h, *norms) if config.qk_norm else None
 
     def __call__(
         self,
@@ -119,12 +130,17 @@ class Attention(nnx.Module):
         cache: LayerCache,
         attend: Attend,
     ) -> tuple[jax.Array, LayerCache]:
-        """x [T, D], rotation = cos, sin [T, 1, H / 2] -> ([T, D], cache)."""
+        """x [T, D], rotation = cos, sin [T, 1, rotated / 2] -> ([T, D], cache)."""
         rows = x.shape[0]
-        q = self.q_proj(x).reshape(rows, spec.num_heads, spec.head_dim)
+        q, gate = self.q_proj(x).reshape(rows, spec.num_heads, -1), None
+        if self.output_gate:
+            q, gate = jnp.split(q, 2, axis=-1)
         k = self.k_proj(x).reshape(rows, spec.num_kv_heads, spec.head_dim)
         v = self.v_proj(x).reshape(rows, spec.num_kv_heads, spec.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(spec, rotate(q, *rotation), rotate(k, *rotation), v, cache)
-        return self.o_proj(out.reshape(rows, -1).astype(x.dtype)), cache
+        out = out.astype(x.dtype)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
+        return self.o_proj(out.reshape(rows, -1)), cache

@@ -7,6 +7,7 @@ Symbols: theta = `theta`, d = head dimension H, i = 0 .. d/2 - 1.
     w < c / high            inv_i                 (fast dimensions keep their speed)
     w > c / low             inv_i / f
     between                 (1 - s) inv_i / f + s inv_i,   s = (c / w - low) / (high - low)
+  partial: d = share of H (Qwen3-Next, Qwen3.5: a quarter); dimensions from d on are not rotated.
   factors: inv_i / freq_factors[i], the form in which GGUF files store the llama3 scaling.
 Rotation pairs dimension i with i + d/2 (the "rotate half" layout of Hugging Face):
   x'_i = x_i cos(p inv_i) - x_{i+d/2} sin(p inv_i);  x'_{i+d/2} = x_{i+d/2} cos + x_i sin
@@ -37,6 +38,7 @@ class RopeConfig:
         factor: By how much positions (linear) or slow dimensions (llama3) are stretched.
         low_freq_factor, high_freq_factor, original_context: llama3 only.
         freq_factors: H/2 divisors of the frequencies, applied last; empty = none.
+        rotated_share: Share of the head dimension that is rotated, in (0, 1].
     """
 
     scaling: str = "default"
@@ -46,12 +48,15 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_context: int = 8192
     freq_factors: tuple[float, ...] = ()
+    rotated_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
             raise CheckpointError(f"rope scaling {self.scaling!r} is not supported; supported: {', '.join(SCALINGS)}")
         if not (math.isfinite(self.theta) and self.theta > 0 and math.isfinite(self.factor) and self.factor > 0):
             raise CheckpointError(f"rope theta {self.theta} and factor {self.factor} must be positive and finite")
+        if not 0 < self.rotated_share <= 1:
+            raise CheckpointError(f"partial_rotary_factor {self.rotated_share} must lie in (0, 1]")
         if self.scaling == "llama3" and not (0 < self.low_freq_factor < self.high_freq_factor):
             raise CheckpointError(
                 f"llama3 rope needs 0 < low_freq_factor < high_freq_factor, not {self.low_freq_factor}, "
@@ -60,14 +65,17 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angular speeds [H / 2], float32: radians a position of each rotated pair.
+    """Angular speeds [d / 2], float32: radians a position of each rotated pair; d = H but for partial rotation.
 
     Computed on the host in float64, so that they are the same constants on every backend.
 
     Raises:
-        CheckpointError: `freq_factors` has another length than H / 2.
+        CheckpointError: `freq_factors` has another length than d / 2, or d is no even number.
     """
-    inv = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    rotated = int(head_dim * rope.rotated_share)
+    if rotated < 2 or rotated % 2:
+        raise CheckpointError(f"{rotated} of {head_dim} head dimensions are to be rotated; the rotation needs pairs")
+    inv = rope.theta ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     if rope.scaling == "linear":
         inv = inv / rope.factor
     elif rope.scaling == "llama3":
@@ -86,16 +94,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def rotation(positions: jax.Array, inv_freq: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """positions [T] int32, inv_freq [H / 2] -> cos, sin [T, 1, H / 2] float32, shared by all layers."""
+    """positions [T] int32, inv_freq [d / 2] -> cos, sin [T, 1, d / 2] float32, shared by all layers."""
     angles = positions.astype(jnp.float32)[:, None, None] * inv_freq
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [T, heads, H] rotated by cos, sin [T, 1, H / 2]; computed in float32, returned in x's dtype.
+    """x [T, heads, H], its first d dimensions rotated by cos, sin [T, 1, d / 2]; in float32, returned in x's dtype.
 
     Hugging Face rounds cos and sin to the model's dtype first; we do not, so bfloat16
     results differ in the last bit, float32 results do not.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    rotated = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :rotated].astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return turned if rotated == x.shape[-1] else jnp.concatenate([turned, x[..., rotated:]], axis=-1)

@@ -24,7 +24,7 @@ from helios_jax.models import safetensors_files
 from helios_jax.models.checkpoint_files import StoredTensor, Tensors, read_json, read_tensor
 from helios_jax.models.fields import Fields, token_ids
 from helios_jax.models.gguf_files import open_gguf
-from helios_jax.models.interface import Model, Params
+from helios_jax.models.interface import Draft, Model, Params, heads_of
 from helios_jax.models.names import locate
 from helios_jax.models.params import dtype_of, leaf_bytes, leaves, num_params, tree_of
 from helios_jax.models.registry import gguf_family, hf_family, model_config
@@ -53,6 +53,7 @@ class ModelSource:
         model: Equations and shapes.
         tensors: Where the tensor of every parameter lies, by parameter name.
         row_order: Parameter name -> where its stored rows belong, or None.
+        stored: Every tensor of the checkpoint, those of multi-token-prediction heads among them.
         eos_token_ids: Any of these ends an answer.
         bos_token_id: Token before a prompt, or None.
         file_facts: Name, size and time of every weight file, as they were when the headers were read.
@@ -66,6 +67,7 @@ class ModelSource:
     text: TextSource
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    stored: Tensors = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def num_params(self) -> int:
@@ -87,6 +89,22 @@ class ModelSource:
     def text_files(self) -> TextSource:
         """Where tokenizer, template and configuration lie."""
         return self.text
+
+    def heads(self) -> ModelSource:
+        """The multi-token-prediction heads as a source of their own; their `model` is an `MtpHeads`.
+
+        Raises:
+            CheckpointError: The model has none, or a tensor of theirs is missing or has another shape.
+        """
+        heads = heads_of(self.model)
+        if heads is None:
+            raise CheckpointError(f"{self.name}: a {self.model.family} model without multi-token-prediction heads")
+        chosen = _find_tensors(heads, self.stored, str, str(self.text.path))
+        _check_stored_types(chosen)
+        model: Any = heads
+        return dataclasses.replace(
+            self, name=f"{self.name} (mtp)", model=model, tensors=chosen, file_facts=_file_facts(chosen)
+        )
 
     def load_params(self, dtype: Any, put: Put = jax.device_put, progress: Progress | None = None) -> Params:
         """The weights in `dtype`, tensor by tensor.
@@ -135,9 +153,7 @@ def _open_directory(directory: Path, name: str) -> ModelSource:
     model = hf_family(tuple(map(str, architectures)), config.where).from_hf(config)
     tensors = safetensors_files.open_directory(directory)
     chosen = _check_tensors(model, tensors, str, str(directory))
-    for parameter, tensor in chosen.items():
-        if tensor.encoding not in safetensors_files.STORED_DTYPES:
-            raise CheckpointError(safetensors_files.unsupported(tensor.path, parameter, tensor.encoding))
+    _check_stored_types(chosen)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     eos = token_ids(generation.get("eos_token_id"), f"{generation_path}: eos_token_id")
@@ -152,6 +168,7 @@ def _open_directory(directory: Path, name: str) -> ModelSource:
         text=TextSource("hf", directory),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=bos[0] if bos else None,
+        stored=tensors,
     )
 
 
@@ -184,14 +201,20 @@ def _file_facts(tensors: Tensors) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def _check_tensors(
-    model: Model, tensors: Tensors, stored_name: Callable[[str], str], where: str
+def _check_stored_types(chosen: Tensors) -> None:
+    """Refuses tensors of a safetensors file that are stored in a type that cannot be read."""
+    for parameter, tensor in chosen.items():
+        if tensor.encoding not in safetensors_files.STORED_DTYPES:
+            raise CheckpointError(safetensors_files.unsupported(tensor.path, parameter, tensor.encoding))
+
+
+def _find_tensors(
+    model: Draft, tensors: Tensors, stored_name: Callable[[str], str], where: str
 ) -> dict[str, StoredTensor]:
     """The tensor of every parameter.
 
     Raises:
-        CheckpointError: One is missing or has another shape, or a layer holds a tensor that the
-            model would ignore (it is then not the model that its configuration claims).
+        CheckpointError: One is missing or has another shape.
     """
     chosen: dict[str, StoredTensor] = {}
     for name, leaf in leaves(model.abstract_params("float32")):
@@ -204,6 +227,19 @@ def _check_tensors(
                 f"the configuration needs {list(leaf.shape)}"
             )
         chosen[name] = tensor
+    return chosen
+
+
+def _check_tensors(
+    model: Model, tensors: Tensors, stored_name: Callable[[str], str], where: str
+) -> dict[str, StoredTensor]:
+    """The tensor of every parameter.
+
+    Raises:
+        CheckpointError: See `_find_tensors`, or a layer holds a tensor that the model would ignore
+            (it is then not the model that its configuration claims).
+    """
+    chosen = _find_tensors(model, tensors, stored_name, where)
     used = {stored_name(name) for name in chosen}
     layers = tuple(f"{prefix}{i}." for i in range(len(model.attention_layers)) for prefix in (_LAYERS, "blk."))
     for extra in sorted(tensors.keys() - used):

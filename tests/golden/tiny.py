@@ -93,6 +93,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
         "tie_word_embeddings": True,
     },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        "head_dim": 32,
+        "layer_types": ["full_attention"] * LAYERS,
+        "mtp_num_hidden_layers": 1,
+    },
 }
 FAMILIES = tuple(CONFIGS)
 VARIANTS = ("float32", "bfloat16", "float16", "sharded")
@@ -109,14 +123,13 @@ def tiny_prompt(family: str) -> list[int]:
 
 
 def tiny_tensors(family: str) -> dict[str, np.ndarray]:
-    """Every float32 tensor of a tiny model, by its Hugging Face name.
+    """Every float32 tensor of a tiny model, by its Hugging Face name; see `tiny_mtp_tensors` for its heads.
 
     Gains are chosen so that the model's choices differ from step to step: norms and biases are
     away from 1 and 0, because a neutral tensor would hide that it is not applied.
     """
     config = config_of(family)
-    d, f, heads, kv = config["hidden_size"], config["intermediate_size"], HEADS, KV_HEADS
-    h = config.get("head_dim", d // heads)
+    d = config["hidden_size"]
     output_gain = 2.0 / math.sqrt(d)
     tensors: dict[str, np.ndarray] = {}
     if config.get("tie_word_embeddings", False):
@@ -124,11 +137,40 @@ def tiny_tensors(family: str) -> dict[str, np.ndarray]:
     else:
         tensors["model.embed_tokens.weight"] = _weights(family, "embed", (VOCAB, d), 1.0)
         tensors["lm_head.weight"] = _weights(family, "head", (VOCAB, d), output_gain)
-    tensors["model.norm.weight"] = 1 + _weights(family, "norm", (d,), 0.2)
-    qwen2, qwen3 = config["model_type"] == "qwen2", config["model_type"] == "qwen3"
+    tensors["model.norm.weight"] = _norm(family, "norm", d)
+    for layer in range(LAYERS):
+        tensors |= _layer(family, f"model.layers.{layer}.")
+    return tensors
+
+
+def tiny_mtp_tensors(family: str) -> dict[str, np.ndarray]:
+    """Every float32 tensor of a tiny model's multi-token-prediction heads; none where it has none."""
+    config = config_of(family)
+    if not config.get("mtp_num_hidden_layers"):
+        return {}
+    d = config["hidden_size"]
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    tensors = {f"mtp.{name}.weight": _norm(family, f"mtp.{name}", d) for name in norms}
+    tensors["mtp.fc.weight"] = _weights(family, "mtp.fc", (d, 2 * d), 1 / math.sqrt(2 * d))
+    return tensors | _layer(family, "mtp.layers.0.")
+
+
+def _norm(family: str, name: str, width: int) -> np.ndarray:
+    """Weights of a norm around its neutral value: 0 in families that multiply by 1 + w."""
+    return np.float32(0 if family == "qwen3_5" else 1) + _weights(family, name, (width,), 0.2)
+
+
+def _layer(family: str, prefix: str) -> dict[str, np.ndarray]:
+    """The tensors of one decoder layer."""
+    config = config_of(family)
+    d, f, heads, kv = config["hidden_size"], config["intermediate_size"], HEADS, KV_HEADS
+    h = config.get("head_dim", d // heads)
+    qwen2, qk_norm = config["model_type"] == "qwen2", config["model_type"].startswith("qwen3")
     attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+    gated = 2 if family == "qwen3_5" else 1
+    tensors: dict[str, np.ndarray] = {}
     parts = {
-        "self_attn.q_proj": (heads * h, d, qwen2 or attention_bias),
+        "self_attn.q_proj": (gated * heads * h, d, qwen2 or attention_bias),
         "self_attn.k_proj": (kv * h, d, qwen2 or attention_bias),
         "self_attn.v_proj": (kv * h, d, qwen2 or attention_bias),
         "self_attn.o_proj": (d, heads * h, attention_bias),
@@ -137,23 +179,21 @@ def tiny_tensors(family: str) -> dict[str, np.ndarray]:
         "mlp.down_proj": (d, f, mlp_bias),
     }
     norms = {"input_layernorm": d, "post_attention_layernorm": d}
-    norms |= {"self_attn.q_norm": h, "self_attn.k_norm": h} if qwen3 else {}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        for part, (num_out, num_in, bias) in parts.items():
-            name = f"{prefix}{part}"
-            tensors[f"{name}.weight"] = _weights(family, name, (num_out, num_in), 1.5 / math.sqrt(num_in))
-            if bias:
-                tensors[f"{name}.bias"] = _weights(family, f"{name}.bias", (num_out,), 0.3)
-        for part, width in norms.items():
-            tensors[f"{prefix}{part}.weight"] = 1 + _weights(family, f"{prefix}{part}", (width,), 0.2)
+    norms |= {"self_attn.q_norm": h, "self_attn.k_norm": h} if qk_norm else {}
+    for part, (num_out, num_in, bias) in parts.items():
+        name = f"{prefix}{part}"
+        tensors[f"{name}.weight"] = _weights(family, name, (num_out, num_in), 1.5 / math.sqrt(num_in))
+        if bias:
+            tensors[f"{name}.bias"] = _weights(family, f"{name}.bias", (num_out,), 0.3)
+    for part, width in norms.items():
+        tensors[f"{prefix}{part}.weight"] = _norm(family, f"{prefix}{part}", width)
     return tensors
 
 
 def write_checkpoint(family: str, directory: Path, variant: str = "float32") -> Path:
     """Writes a tiny model as a Hugging Face directory; `sharded` is float32 in three files and an index."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = tiny_tensors(family)
+    tensors = tiny_tensors(family) | tiny_mtp_tensors(family)
     if variant == "sharded":
         _write_shards(directory, tensors)
     else:
