@@ -7,7 +7,6 @@ seal it into the new state.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 from helios_jax.scheduler import checkpoints as library
 from helios_jax.scheduler import row_allocator
@@ -38,9 +37,9 @@ class Draft:
         self.credit_ns, self.captured_len, self.demand_ns, self.pinned = (
             getattr(kept, name).copy() for name in SLOT_COLUMNS
         )
-        self._skipped: Counter[str] = Counter()
-        self._captured: Counter[int] = Counter()
-        self._totals: Counter[str] = Counter()
+        self._skipped: dict[str, int] = {}
+        self._captured: dict[int, int] = {}
+        self._totals: dict[str, int] = {}
 
     def sealed(self) -> Retention:
         """The new value."""
@@ -51,8 +50,8 @@ class Draft:
         if self._skipped or self._captured or self._totals:
             counts = dataclasses.replace(
                 counts,
-                captured=tuple(n + self._captured[role] for role, n in enumerate(counts.captured)),
-                skipped=tuple(n + self._skipped[name] for name, n in zip(SKIPS, counts.skipped, strict=True)),
+                captured=tuple(n + self._captured.get(role, 0) for role, n in enumerate(counts.captured)),
+                skipped=tuple(n + self._skipped.get(name, 0) for name, n in zip(SKIPS, counts.skipped, strict=True)),
                 **{name: getattr(counts, name) + n for name, n in self._totals.items()},
             )
         return Retention(self.rows, self.checkpoints, tuple(self.cuts), tuple(self.used), **columns, counts=counts)
@@ -64,14 +63,14 @@ class Draft:
 
     def skip(self, reason: str, number: int = 1) -> None:
         if number:
-            self._skipped[reason] += number
+            self._skipped[reason] = self._skipped.get(reason, 0) + number
 
     def count(self, name: str, number: int = 1) -> None:
         if number:
-            self._totals[name] += number
+            self._totals[name] = self._totals.get(name, 0) + number
 
     def count_captured(self, role: Role) -> None:
-        self._captured[role] += 1
+        self._captured[role] = self._captured.get(role, 0) + 1
 
     def accept(self, granted: row_allocator.Grant) -> int:
         """Take over a grant and count what was evicted for it."""

@@ -19,6 +19,7 @@ from helios_jax.errors import InvariantError
 from helios_jax.scheduler import captures, cost
 from helios_jax.scheduler.advance import advance_lane, advance_rounds
 from helios_jax.scheduler.capture_draft import Draft
+from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.lifecycle import count_finish, keeps_state
 from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.records import check_timing, checked_records, has_ended
@@ -27,6 +28,7 @@ from helios_jax.scheduler.retirement import end_request, release
 from helios_jax.scheduler.service import charge_deliveries, charge_tokens
 from helios_jax.scheduler.state import (
     REASONS,
+    TERMINAL,
     Counters,
     Frame,
     Interval,
@@ -109,7 +111,8 @@ def _complete(
     ended: list[tuple[int, FinishReason]] = []
     rounds: list[tuple[Lane, CompletionRecord]] = []
     for lane, record in zip(frame.plan.lanes, ordered, strict=True):
-        if has_ended(phases[lane.handle.slot], lane.role):  # cancelled while it ran, or ended in the frame before
+        if phases[lane.handle.slot] >= TERMINAL and has_ended(phases[lane.handle.slot], lane.role):
+            # It was cancelled while it ran, or ended in the frame before.
             captures.drop_lane(draft, requests, lane, record, fence)
         elif lane.role is LaneRole.DECODE:
             rounds.append((lane, record))
@@ -119,6 +122,7 @@ def _complete(
     if 0 < len(rounds) < len(ordered):  # a mixed frame: its prompt row went first
         place = {lane.handle: row for row, lane in enumerate(frame.plan.lanes)}
         events.sort(key=lambda event: place[event.handle])
+    rebound = _count_rebound(events) if frame.plan.shape.kind is ProgramKind.RESTORE else 0
     for _, reason in ended:
         counters = count_finish(counters, reason)
     served = requests.consumed_len + requests.output_len - before
@@ -139,7 +143,7 @@ def _complete(
         frames=frames,
         interval=interval,
         ledgers=settle(state.ledgers, frame.plan.reason, fence, execution, valid=raw > 0),
-        counters=_count_execution(counters, frame, execution, measured=raw > 0, rebound=_count_rebound(events)),
+        counters=_count_execution(counters, frame, execution, measured=raw > 0, rebound=rebound),
         retention=draft.sealed(),
         acceptance=learned(state, frame, ordered, requests.output_len - output_before, confidence, survival),
     )

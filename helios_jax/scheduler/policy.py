@@ -154,15 +154,16 @@ def _expected(state: State, index: int, work: np.ndarray, slots: np.ndarray) -> 
 
 def _lanes(state: State, kind: ProgramKind, slots: np.ndarray, lengths: np.ndarray, prompt: int) -> tuple[Lane, ...]:
     requests, role = state.requests, _ROLES[kind]
-    roles = [LaneRole.PROMPT if slot == prompt else role for slot in slots.tolist()]
+    roles, emits = [role] * len(slots), [role is LaneRole.DECODE] * len(slots)
     starts, lengths = requests.committed_len[slots], lengths[slots]
-    ends = (starts + lengths == requests.prompt_len[slots]) & (requests.max_tokens[slots] > 0)
-    emits = np.array([ends[i] if lane is LaneRole.PROMPT else lane is LaneRole.DECODE for i, lane in enumerate(roles)])
+    if role is LaneRole.PROMPT or prompt >= 0:
+        ends = (starts + lengths == requests.prompt_len[slots]) & (requests.max_tokens[slots] > 0)
+        for row in range(len(slots)) if role is LaneRole.PROMPT else np.flatnonzero(slots == prompt).tolist():
+            roles[row], emits[row] = LaneRole.PROMPT, bool(ends[row])
     handles = map(RequestHandle, slots.tolist(), requests.generation[slots].tolist())
     if kind is ProgramKind.VISION:
         lengths = next_features(state, slots)
-    columns = (starts.tolist(), lengths.tolist(), emits.tolist(), _rows(requests, kind, slots))
-    return tuple(Lane(handle, lane, *rest) for handle, lane, *rest in zip(handles, roles, *columns, strict=True))
+    return tuple(map(Lane, handles, roles, starts.tolist(), lengths.tolist(), emits, _rows(requests, kind, slots)))
 
 
 def _rows(requests: Requests, kind: ProgramKind, slots: np.ndarray) -> list[int]:

@@ -162,15 +162,15 @@ def misfit(shape: ProgramShape, lanes: Sequence[Lane], prompt_row: int = -1) -> 
 
     Lane ceilings of a device-allocated round may sum above P; everything else must fit.
     """
-    lengths = [lane.length for lane in lanes]
-    width = lane_width(shape)
     if not 1 <= len(lanes) <= shape.batch_capacity:
         return f"{len(lanes)} lanes in {shape.batch_capacity} rows"
-    if len({lane.handle.slot for lane in lanes}) != len(lanes):
-        return f"slots {[lane.handle.slot for lane in lanes]} repeat"
+    handles, roles, _, lengths, _, _ = zip(*lanes, strict=True)
+    slots, width = [handle[0] for handle in handles], lane_width(shape)
+    if len(set(slots)) != len(slots):
+        return f"slots {slots} repeat"
     if shape.kind is not ProgramKind.MIXED and prompt_row >= 0:
         return f"prompt row {prompt_row} in a program of kind {shape.kind}"
-    decoding = [lane.length for lane in lanes if lane.role is LaneRole.DECODE]
+    decoding = [length for length, role in zip(lengths, roles, strict=True) if role is LaneRole.DECODE]
     if shape.kind is ProgramKind.MIXED:
         prompts = [row for row, lane in enumerate(lanes) if lane.role is LaneRole.PROMPT]
         if prompts != ([prompt_row] if prompt_row >= 0 else []):

@@ -79,9 +79,9 @@ def expected_service(plan: ScheduledPlan, num_slots: int) -> tuple[np.ndarray, n
     """What a generation program is to serve, [slots] each, read-only: `Frame.expected_tokens` and on."""
     tokens, most = np.zeros(num_slots), np.zeros(num_slots, np.int64)
     rows = [row for row, lane in enumerate(plan.lanes) if lane.role is LaneRole.DECODE]
-    slots = [plan.lanes[row].handle.slot for row in rows]
-    tokens[slots] = [plan.expected_tokens[row] for row in rows] if plan.expected_tokens else 1.0
-    most[slots] = np.minimum([plan.lanes[row].length for row in rows], packed_rows(plan.shape))
+    slots = np.array([plan.lanes[row].handle.slot for row in rows], np.int64)
+    tokens[slots] = np.array(plan.expected_tokens)[rows] if plan.expected_tokens else 1.0
+    most[slots] = np.minimum(np.array([plan.lanes[row].length for row in rows], np.int64), packed_rows(plan.shape))
     columns = tokens, (most > 0).astype(np.float64), most
     for column in columns:
         column.setflags(write=False)

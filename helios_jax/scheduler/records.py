@@ -7,6 +7,8 @@ the state that it had.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from helios_jax.scheduler.types import CompletionRecord, ExecutionTiming, Lane, 
 _MAX_TOKEN = 2**31
 _INTEGERS = (int, np.integer)
 _PROMPT, _DECODE = LaneRole.PROMPT, LaneRole.DECODE
+_NUMBERS = attrgetter("consumed", "committed_len", "offered", "accepted")
 
 
 def check_timing(timing: ExecutionTiming) -> None:
@@ -45,17 +48,17 @@ def checked_records(state: State, frame: Frame, records: Sequence[CompletionReco
     if len(records) != len(lanes) or len(by_handle) != len(lanes):
         raise InvariantError(f"fence {frame.fence} has {len(lanes)} lanes, its completion names {len(by_handle)} "
                              f"requests in {len(records)} records")  # fmt: skip
-    ordered = []
-    committed = state.requests.committed_len.tolist()
-    for lane in lanes:
-        record = by_handle.get(lane.handle)
-        if record is None:
-            raise InvariantError(f"fence {frame.fence} completed without {lane.handle}")
-        plain = _is_plain(record) and record.committed_len == committed[lane.handle.slot] + 1
-        problem = "" if plain and lane.role is _DECODE else _problem(state, lane, record)
+    try:
+        ordered = [by_handle[lane.handle] for lane in lanes]
+    except KeyError as missing:
+        raise InvariantError(f"fence {frame.fence} completed without {missing.args[0]}") from None
+    committed, exact = state.requests.committed_len.tolist(), _are_exact(ordered)
+    for lane, record in zip(lanes, ordered, strict=True):
+        if exact and lane.role is _DECODE and _is_whole_round(lane, record, committed[lane.handle.slot]):
+            continue
+        problem = _problem(state, lane, record)
         if problem:
             raise InvariantError(f"fence {frame.fence}, {lane.handle}: {problem}")
-        ordered.append(record)
     shape = frame.plan.shape
     if shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED):
         judged = sum(1 + record.offered for lane, record in zip(lanes, ordered, strict=True) if lane.role is _DECODE)
@@ -79,14 +82,25 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, _INTEGERS) and not isinstance(value, bool)
 
 
-def _is_plain(record: CompletionRecord) -> bool:
-    """Whether a record is what nearly every decoding lane reports: one token, exact types."""
-    if type(record.tokens) is not tuple:
+def _are_exact(records: Sequence[CompletionRecord]) -> bool:
+    """Whether all records are valid and of plain numbers and token ids, as nearly always: a look at whole columns."""
+    numbers, tokens = chain.from_iterable(map(_NUMBERS, records)), [record.tokens for record in records]
+    if set(map(type, tokens)) != {tuple} or not set(map(type, numbers)) <= {int}:
         return False
-    numbers = (*record.tokens, record.consumed, record.committed_len, record.offered, record.accepted)
-    if len(numbers) != 5 or record.valid is not True or any(type(number) is not int for number in numbers):
+    ids = list(chain.from_iterable(tokens))
+    if not set(map(type, ids)) <= {int} or (ids and not 0 <= min(ids) <= max(ids) < _MAX_TOKEN):
         return False
-    return 0 <= numbers[0] < _MAX_TOKEN and record.consumed == 1 and record.offered == record.accepted == 0
+    return all(record.valid is True for record in records)
+
+
+def _is_whole_round(lane: Lane, record: CompletionRecord, start: int) -> bool:
+    """Whether an exact record commits the pending token and all accepted proposals, as nearly always."""
+    count = record.accepted + 1
+    return (
+        0 < count <= record.offered + 1 <= lane.length
+        and len(record.tokens) == record.consumed == count
+        and record.committed_len == start + count
+    )
 
 
 def _problem(state: State, lane: Lane, record: CompletionRecord) -> str:
@@ -119,7 +133,7 @@ def _round_problem(state: State, lane: Lane, record: CompletionRecord) -> str:
         return f"accepted {record.accepted} of {record.offered} proposals under a ceiling of {lane.length} rows"
     slot = lane.handle.slot
     ended = has_ended(int(state.requests.phase[slot]), lane.role)
-    if ended and count == 0 and state.limits.stops_on_device:
+    if ended and record.valid and count == 0 and state.limits.stops_on_device:
         kept = (0, int(state.requests.committed_len[slot]))
         done = (record.consumed, record.committed_len)
         return "" if done == kept else f"consumed and committed {done} after its end, expected {kept}"
