@@ -80,6 +80,8 @@ def _prefill_group(decision: Decision, stage: Stage, firsts: np.ndarray, fresh: 
     mine[fresh] = True
     slots = decision.slots(mine)
     following = prompt_programs(decision, slots, scored)
+    if len(stage.terminal):  # what a retirement is worth depends on the program that follows, so cohorts may differ
+        following = programs.scored_prefill if scored else programs.prefill
     newly = requests.phase[slots] != PROMPT
     room = programs.batch[stage.programs[firsts]]
     options, allowed = _new_rows(np.minimum(room, len(fresh)), room, len(stage.terminal))
@@ -159,7 +161,7 @@ def _delivery_case(
         return []
     state, programs = decision.state, decision.state.programs
     fresh, ready = stage.waiting[stage.after == DECODE], decision.slots(state.requests.phase == DECODE)
-    following = _worth_a_look(decision, following, prompts, len(fresh) + len(ready))
+    following = _worth_a_look(decision, stage, following, prompts, len(fresh) + len(ready))
     of, which = np.divmod(np.arange(len(stage.programs) * len(following)), len(following))
     first, follow = stage.programs[of], following[which]
     first_ms, rest_ms = known_times(decision, first, follow)
@@ -205,14 +207,17 @@ def _lanes(
     return Lanes(values, rows > 0), rows
 
 
-def _worth_a_look(decision: Decision, following: np.ndarray, prompts: np.ndarray, num_lanes: int) -> np.ndarray:
+def _worth_a_look(
+    decision: Decision, stage: Stage, following: np.ndarray, prompts: np.ndarray, num_lanes: int
+) -> np.ndarray:
     """The decode or mixed programs whose cohorts cannot all be a smaller one's: the filter of padding, beforehand.
 
     Programs alike for a lane agree in every cohort when both have room for all lanes and for the
-    longest prompt. Rounds are left alone: their target rows are an extent of its own.
+    longest prompt, unless time decides: streams gain differently by it, or retirements compete.
+    Rounds are left alone: their target rows are an extent of its own.
     """
     state, programs = decision.state, decision.state.programs
-    if following is programs.speculative or not same_age_prices(decision):
+    if following is programs.speculative or len(stage.terminal) or not same_age_prices(decision):
         return following
     longest = (state.requests.boundary - state.requests.consumed_len)[prompts].max(initial=0)
     rows = np.minimum(programs.batch[following], num_lanes + int(len(prompts) > 0))

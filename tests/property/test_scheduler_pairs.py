@@ -28,7 +28,7 @@ import pytest
 from helios_jax.scheduler import Catalog, ImageSpan, ProgramKind, ProgramShape, State, new_state, plan_next
 from helios_jax.scheduler.candidates import Candidates, new_decision, scores
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
-from helios_jax.scheduler.state import Phase
+from helios_jax.scheduler.state import REQUEST_COLUMNS, Phase, Requests
 from tests.unit.scheduler_pairs_oracle import Choice, PairOracle
 from tests.unit.scheduler_pairs_states import FRESH, LONGER, READY, random_catalog, random_state
 from tests.unit.scheduler_sequences_oracle import Sequences
@@ -136,6 +136,34 @@ def test_the_winner_is_no_worse_than_the_best_pair() -> None:
         best = max(unknown or [choice.score for choice in choices])
         scored = Fraction(plan.value_rate * math.exp(plan.log_scale))
         assert scored >= best - abs(best) * Fraction(1, 10**9) - Fraction(1, 10**6), f"seed {seed}"
+
+
+def test_permuted_slots_give_the_permuted_plan() -> None:
+    """Slots are names: no prerequisite, cohort or filling depends on them."""
+    for seed in range(60):
+        state = pairs_state(seed, 8, 0.1) if seed % 2 else chains_state(seed, 8, 0.1)
+        requests = state.requests.draft()
+        if np.isnan(requests.token_r[0]):
+            requests.token_r[0] = 1.5
+        state = dataclasses.replace(state, requests=requests.sealed())
+        order = np.random.default_rng(seed).permutation(len(requests.phase))
+        columns = {name: getattr(state.requests, name)[order] for name in REQUEST_COLUMNS}
+        acceptance = dataclasses.replace(
+            state.acceptance, **{name: getattr(state.acceptance, name)[order] for name in ACCEPTANCE_COLUMNS}
+        )
+        moved = dataclasses.replace(
+            state, requests=Requests(**columns).draft().sealed(), specs=tuple(state.specs[i] for i in order),
+            acceptance=acceptance,
+        )  # fmt: skip
+        first, second = plan_next(state), plan_next(moved)
+        assert first is not None
+        assert second is not None
+        assert first.shape == second.shape, f"seed {seed}"
+        back = {(int(order[lane.handle.slot]), lane.start, lane.length) for lane in second.lanes}
+        assert back == {(lane.handle.slot, lane.start, lane.length) for lane in first.lanes}, f"seed {seed}"
+
+
+ACCEPTANCE_COLUMNS = ("accept_mean", "accept_weight", "forecast_mean", "forecast_weight")
 
 
 def packed_state(seed: int, num: int) -> State:

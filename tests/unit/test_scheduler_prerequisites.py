@@ -301,6 +301,23 @@ def test_ended_requests_delay_everybody_elses_candidates() -> None:
     assert scores[0] - scores[1] == pytest.approx(0.5 / 2 * 3 * 1.0)
 
 
+@pytest.mark.parametrize("factor", [1e-300, 1e300])
+def test_scale_of_all_coefficients_changes_nothing(factor: float) -> None:
+    """Streams and ended requests that have waited for hours: every term scales, the plan and the scaled score stay."""
+    plans = []
+    for scale in (1.0, factor):
+        coefficients = {name: getattr(PolicyConfig(), name) * scale for name in COEFFICIENTS}
+        phases = [(Phase.SNAPSHOT, 10**7), (Phase.TERMINAL, 3 * 10**7), (Phase.DECODE, 2 * 10**7), (Phase.TERMINAL, 5)]
+        state = scene(phases, {SNAPSHOT: 3, DECODE: 4}, staged_catalog(snapshot=(1, 2)), PolicyConfig(**coefficients))
+        plan = planned(state)
+        assert math.isfinite(plan.value_rate)
+        plans.append((plan.shape, plan.lanes, round(plan.value_rate, 9)))
+    assert plans[0] == plans[1]
+
+
+COEFFICIENTS = ("output_token_value", "token_fairness", "delivery_fairness", "decode_age_price", "terminal_value",
+                "terminal_age_price")  # fmt: skip
+
 # ---- chains
 
 IMAGES = (ImageSpan(0, 2), ImageSpan(2, 4), ImageSpan(4, 6))
