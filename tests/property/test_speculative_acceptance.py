@@ -143,6 +143,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 def test_drawn_proposals_follow_the_acceptance_rule_in_float64() -> None:
     """min(1, p / q), the residual distribution, bonus tokens, survival; the device's own noise."""
+    assert len({PURPOSE_SAMPLE, PURPOSE_DRAFT, PURPOSE_ACCEPT}) == 3  # or they would not be independent
     rng, count = np.random.default_rng(3), LANES
     state = state_with({slot: {"temperature": [1.0, 0.7, 1.6, 0.0, 1.0, 1.0][slot]} for slot in range(6)})
     run, rejected, kept = judged(True), 0, 0

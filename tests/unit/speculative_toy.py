@@ -40,10 +40,10 @@ def compiled(shape: ProgramShape, model: Any, dims: Dims, dtype: str, draft: Any
 
 
 @functools.cache
-def other_params() -> Any:
-    """Weights of a toy that agrees with `toy_params` in little."""
+def other_params(noise: float = 0.8) -> Any:
+    """Weights of a toy that agrees with `toy_params` in little, or in more with less noise."""
     rng = np.random.default_rng(99)
-    noisy = [w + 0.8 * w.std() * rng.standard_normal(w.shape) for w in jax.tree.leaves(toy_params())]
+    noisy = [w + noise * w.std() * rng.standard_normal(w.shape) for w in jax.tree.leaves(toy_params())]
     return jax.tree.unflatten(jax.tree.structure(toy_params()), [w.astype(np.float32) for w in noisy])
 
 

@@ -17,6 +17,7 @@ from tests.unit.speculative_toy import (
     RECTANGLE,
     Offer,
     Rounds,
+    other_params,
     toy_rounds,
 )
 
@@ -169,8 +170,8 @@ def test_log_probabilities_equal_plain_decode_s_at_every_position(plain: dict[st
 
 @pytest.mark.parametrize("pages", [2, 3])
 def test_proposals_end_where_the_pages_do(pages: int, plain: dict[str, list[int]]) -> None:
-    """P11: D larger than what is left; proposals without a page are not made, confidence and rows are 0 there."""
-    shape = ProgramShape(ProgramKind.SPECULATIVE, 1, 9, 8, 9, 0, ProposalSource.COPY)
+    """P11: D larger than what is left, and than W; proposals without a page are not made, confidence is 0 there."""
+    shape = ProgramShape(ProgramKind.SPECULATIVE, 1, 6, 8, 6, 0, ProposalSource.COPY)
     host, truth = Rounds(), plain["greedy"]
     outputs = {0: [begin(host, 0, prompt_of(20, 0))]}
     left = 16 * pages - 20
@@ -179,10 +180,11 @@ def test_proposals_end_where_the_pages_do(pages: int, plain: dict[str, list[int]
         offers = [Offer(0, 9, truth[at : at + 8], [0.9] * 8)]
         out = host.round(shape, offers, pages=pages)
         host.extend(outputs, offers, out)
-        usable = min(8, len(truth[at : at + 8]), left - 1)
-        assert out["offered"][0] == out["accepted"][0] == usable
-        assert np.count_nonzero(out["confidence"][0, 0]) == usable
-        left -= usable + 1
+        proposed = min(8, len(truth[at : at + 8]), left - 1)
+        assert np.count_nonzero(out["confidence"][0, 0]) == proposed
+        assert out["offered"][0] == out["accepted"][0] == min(proposed, 5)
+        assert out["survival"][0].tolist() == [1.0] * min(proposed, 5) + [0.0] * (8 - min(proposed, 5))
+        left -= min(proposed, 5) + 1
     assert outputs[0] == truth[: len(outputs[0])]
     assert len(outputs[0]) == 16 * pages - 20 + 1
 
@@ -314,6 +316,33 @@ def test_sampled_learned_rounds_of_the_same_model_accept_nearly_everything() -> 
         np.testing.assert_allclose(out["survival"][:2], 1.0, atol=1e-3)
     assert accepted >= offered - 1
     assert len({tuple(o) for o in outputs.values()}) == 2
+
+
+def test_sampled_learned_rounds_follow_the_target_s_distribution() -> None:
+    """P6: where each token falls in the cumulative distribution that the reference gives it is uniform."""
+    host, rng, temperature = toy_rounds(draft_params=other_params(0.2)), np.random.default_rng(0), 1.3
+    places: list[float] = []
+    accepted = 0
+    for batch in range(2):
+        prompts = [prompt_of(20, 10 * batch + slot) for slot in range(4)]
+        settings = [{"temperature": temperature, "seed": (batch, slot)} for slot in range(4)]
+        outputs = {slot: [begin(host, slot, prompts[slot], **settings[slot])] for slot in range(4)}
+        while max(map(len, outputs.values())) < 196:
+            offers = [Offer(slot, 4) for slot in rng.permutation(4).tolist()]
+            out = host.round(LEARNED, offers)
+            host.extend(outputs, offers, out)
+            accepted += int(out["accepted"].sum())
+        for slot, tokens in outputs.items():
+            logits = reference_logits(prompts[slot] + tokens)[19:-1] / temperature
+            p = np.exp(logits - logits.max(axis=1, keepdims=True))
+            p /= p.sum(axis=1, keepdims=True)
+            below = np.cumsum(p, axis=1) - p
+            index = np.arange(len(tokens))
+            places += (below[index, tokens] + rng.random(len(tokens)) * p[index, tokens]).tolist()
+    found, expected = np.histogram(places, 20, (0, 1))[0], len(places) / 20
+    assert ((found - expected) ** 2 / expected).sum() < 19 + 6.5 * np.sqrt(2 * 19)
+    assert len(places) > 1000
+    assert accepted > 200
 
 
 @pytest.mark.parametrize(

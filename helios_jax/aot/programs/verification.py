@@ -209,7 +209,7 @@ def _judge_drawn(
 def _probability(weights: jax.Array, token: jax.Array) -> jax.Array:
     """[T] probability of `token` under softmax(weights [T, V]); of token 0 where it is -1."""
     mine = jnp.take_along_axis(weights, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
-    return jnp.exp(mine - jax.nn.logsumexp(weights, axis=1))
+    return jnp.exp(jnp.minimum(mine - jax.nn.logsumexp(weights, axis=1), 0.0))  # no rounding above 1
 
 
 def _residual(weights: jax.Array, log_q: jax.Array) -> jax.Array:
