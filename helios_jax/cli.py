@@ -20,7 +20,6 @@ from helios_jax.config import (
     DEFAULT_MAX_QUEUE,
     DEFAULT_MODEL,
     DEFAULT_READY_TIMEOUT_S,
-    SPEC_WIDTHS,
     EngineConfig,
     api_key,
 )
@@ -31,6 +30,7 @@ EXIT_INTERRUPTED = 130
 MAX_PORT = 65535
 DTYPES = ("float32", "bfloat16", "float16")
 SPEC_METHODS = ("none", "copy", "draft", "mtp")
+SPEC_WIDTHS = ("adaptive", "fixed")  # no rounds at all: --spec-method none
 POLICIES = ("balanced", "throughput")
 BASELINES = ("fcfs-prefill", "fcfs-chunked", "vtc")
 MODEL_HELP = f"name, directory, .gguf file, hub id, or directory of a prepared core (default: {DEFAULT_MODEL})"

@@ -15,7 +15,7 @@ API_KEY_VARIABLE = "HELIOS_JAX_API_KEY"
 DEFAULT_MAX_QUEUE = 256  # sequences that may wait for a slot
 DEFAULT_READY_TIMEOUT_S = 60.0
 MAX_QUEUE_LIMIT = 1_000_000
-SPEC_WIDTHS = ("adaptive", "fixed")
+SPEC_WIDTHS = ("adaptive", "fixed", "off")
 
 
 def cache_dir() -> Path:
@@ -41,7 +41,7 @@ class EngineConfig:
         policy: Scheduler preset, "balanced" or "throughput".
         terminal_value, terminal_age_price, checkpoint_extra_work_fraction: Override the preset's coefficients.
         spec_width: In a core with speculative rounds, "adaptive": every width of the core competes, and the
-            device may share target rows between requests; "fixed": the widest only.
+            device may share target rows between requests; "fixed": the widest only; "off": none is used.
         mtp_adaptive_verification_alpha: Exponent on the acceptance estimates that widths are chosen by, finite
             and positive; above 1 is more careful than what was observed, None is 1.
 

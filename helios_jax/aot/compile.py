@@ -25,13 +25,13 @@ from helios_jax.aot.abi import Dims, control_layout
 from helios_jax.aot.counters import compile_counter
 from helios_jax.aot.memory import AbstractState, tree_bytes
 from helios_jax.errors import CoreError
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import ProgramShape
 
 Program = Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
 
 
-def abstract_params(model: Model, dtype: str) -> Any:
+def abstract_params(model: Draft, dtype: str) -> Any:
     """The parameter tree of programs of one model."""
     return model.abstract_params(dtype)
 
@@ -42,9 +42,9 @@ class ProgramFactory(NamedTuple):
     build_program: Callable[[ProgramShape, Model, Dims, str], Program]
     abstract_state: AbstractState
     new_state: Callable[[Model, Dims, str], Any]
-    abstract_params: Callable[[Model, str], Any] = abstract_params
+    abstract_params: Callable[[Draft, str], Any] = abstract_params
 
-    def with_draft(self, draft: Model | None) -> ProgramFactory:
+    def with_draft(self, draft: Draft | None) -> ProgramFactory:
         """The factory of a core with this draft model: every program takes and keeps its weights and context."""
         if draft is None:
             return self

@@ -80,7 +80,7 @@ def open_core(
             "none", fewer `num_draft_tokens`, less `speculative_token_capacity`. A mapping names
             exactly those that are set; of `CoreOptions`, those that differ from the class defaults are.
         cache_dir: Where the cores of models are kept; None means `default_cache_dir()`.
-        draft: The opened draft model; None opens what `options` name.
+        draft: The opened draft model; None opens what `options` name, or the model's heads.
 
     Raises:
         ConfigError, CheckpointError, CoreError: As `prepare` and `load_core` say.
@@ -90,7 +90,7 @@ def open_core(
     source: Source = open_source(model_or_core) if isinstance(model_or_core, (str, pathlib.Path)) else model_or_core
     if not isinstance(options, CoreOptions):
         options = CoreOptions(**options_given(options or {}))
-    draft = opened_draft(options, draft)
+    draft = opened_draft(options, source, draft)
     options = options.resolve(source.model, draft.model if draft is not None else None)
     root = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
     return prepare(source, options, core_directory(source, options, root, draft), progress, draft=draft)

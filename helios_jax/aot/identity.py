@@ -17,7 +17,7 @@ from helios_jax.aot.options import CoreOptions, conflicts, load_options
 from helios_jax.aot.source import Source
 from helios_jax.aot.speculation import reduced, round_shapes
 from helios_jax.errors import ConfigError, CoreError
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import Catalog, ProgramShape, serving_catalog
 
 
@@ -53,7 +53,7 @@ def expected_manifest(
 
 
 def reopened_manifest(
-    stored: Manifest, model: Model, factory: ProgramFactory, draft: Model | None = None
+    stored: Manifest, model: Model, factory: ProgramFactory, draft: Draft | None = None
 ) -> tuple[Manifest, MemoryPlan]:
     """The manifest, without programs, of a stored core in this process.
 
@@ -153,7 +153,7 @@ def memory_budget(options: CoreOptions) -> int | None:
 
 
 def plan_pages(
-    model: Model, draft: Model | None, resolved: CoreOptions, same: Manifest | None, factory: ProgramFactory
+    model: Model, draft: Draft | None, resolved: CoreOptions, same: Manifest | None, factory: ProgramFactory
 ) -> tuple[Dims, MemoryPlan]:
     """The memory plan; that of `same`, an earlier prepare with the same options, while it still fits.
 

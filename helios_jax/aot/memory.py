@@ -18,7 +18,7 @@ import jax
 from helios_jax.aot.abi import Dims
 from helios_jax.aot.options import CoreOptions
 from helios_jax.errors import ConfigError
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model
 
 TEMP_RESERVE_BYTES = 64 << 20  # for temporaries of the programs, before any has been compiled
 CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
@@ -115,7 +115,7 @@ def make_dims(model: Model, options: CoreOptions, usable_pages: int) -> Dims:
 
 
 def measure(
-    model: Model, dims: Dims, dtype: str, abstract_state: AbstractState, draft: Model | None = None
+    model: Model, dims: Dims, dtype: str, abstract_state: AbstractState, draft: Draft | None = None
 ) -> tuple[int, int, int]:
     """(weights, state at `dims`, one page) in bytes, from the abstract trees alone; see `plan_memory`."""
     state = tree_bytes(abstract_state(model, dims, dtype))
@@ -129,7 +129,7 @@ def plan_memory(
     options: CoreOptions,
     abstract_state: AbstractState,
     budget_bytes: int | None,
-    draft: Model | None = None,
+    draft: Draft | None = None,
 ) -> tuple[Dims, MemoryPlan]:
     """Chooses the number of pages for resolved `options`.
 

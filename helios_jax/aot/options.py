@@ -19,10 +19,9 @@ from helios_jax.aot.speculation import (
     MAX_ROWS,
     METHODS,
     default_rows,
-    mtp_heads,
 )
 from helios_jax.errors import ConfigError
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model, heads_of
 from helios_jax.scheduler.catalog import MAX_SLOTS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -129,11 +128,11 @@ class CoreOptions:
             if self.spec_method == "none" and (value := getattr(self, name)) is not None:
                 raise ConfigError(f"{name} {value} needs a spec_method: copy, draft or mtp; got 'none'")
 
-    def resolve(self, model: Model, draft: Model | None = None) -> CoreOptions:
+    def resolve(self, model: Model, draft: Draft | None = None) -> CoreOptions:
         """The same options with every default but `num_pages` filled in for `model`.
 
         Args:
-            draft: The draft model, with `spec_method` "draft".
+            draft: The draft model, with `spec_method` "draft"; the heads with "mtp".
 
         Raises:
             ConfigError: `max_context` exceeds the model's or the draft model's, `prefill_chunk` the context,
@@ -147,12 +146,12 @@ class CoreOptions:
         resolved = dataclasses.replace(self, max_context=int(context), prefill_chunk=int(chunk))
         return resolved._resolve_speculation(model, draft)
 
-    def _resolve_speculation(self, model: Model, draft: Model | None) -> CoreOptions:
+    def _resolve_speculation(self, model: Model, draft: Draft | None) -> CoreOptions:
         self.check_method()
         method = self.spec_method
         if method == "none":
             return self
-        if method == "mtp" and not mtp_heads(model):
+        if method == "mtp" and heads_of(model) is None:
             raise ConfigError(
                 f"spec_method 'mtp' needs multi-token-prediction heads, which this {model.family} model has not:"
                 " use copy, or draft with a smaller model"
@@ -165,7 +164,7 @@ class CoreOptions:
         _require(rows > depth, "speculative_token_capacity", rows, allowed)
         return dataclasses.replace(self, num_draft_tokens=depth, speculative_token_capacity=rows)
 
-    def _check_draft(self, model: Model, draft: Model | None) -> None:
+    def _check_draft(self, model: Model, draft: Draft | None) -> None:
         if draft is None:
             raise ConfigError(f"draft_model {self.draft_model!r} has not been opened")
         if draft.vocab_size != model.vocab_size:

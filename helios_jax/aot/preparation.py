@@ -56,7 +56,7 @@ from helios_jax.aot.text_files import copy_text_files
 from helios_jax.aot.verify import QUICK_TOKENS, FailedProgram, smoke
 from helios_jax.aot.weights import check_files, convert, restore, save
 from helios_jax.errors import CoreError
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model, heads_of
 from helios_jax.models.source import open_source
 from helios_jax.scheduler.catalog import Catalog, ProgramShape
 
@@ -74,7 +74,7 @@ class _Job:
     source: Source | None
     model: Model
     draft_source: Source | None
-    draft: Model | None
+    draft: Draft | None
     options: CoreOptions
     plan: MemoryPlan
     manifest: Manifest
@@ -99,7 +99,7 @@ def prepare(
 
     Args:
         source: An opened model, or what `models.source.open_source` takes.
-        draft: The opened draft model; None opens what `options.draft_model` names.
+        draft: The opened draft model; None opens what `options.draft_model` names, or the model's heads.
 
     Raises:
         ConfigError: An option is out of range for the model or the memory.
@@ -109,7 +109,7 @@ def prepare(
     root = pathlib.Path(out_dir)
     if isinstance(source, (str, pathlib.Path)):
         source = open_source(source)
-    draft = opened_draft(options, draft)
+    draft = opened_draft(options, source, draft)
     draft_model = draft.model if draft is not None else None
     options.resolve(source.model, draft_model)  # a wrong option must not leave an empty directory behind
     used_factory = (factory or default_factory()).with_draft(draft_model)
@@ -141,17 +141,29 @@ def prepare(
         )
 
 
-def opened_draft(options: CoreOptions, draft: Source | None = None) -> Source | None:
-    """The draft model that the options name, opened if it is not yet; None without one.
+def opened_draft(options: CoreOptions, source: Source, draft: Source | None = None) -> Source | None:
+    """What proposes beside the model: the draft model that the options name, or the model's own heads, or None.
+
+    Args:
+        draft: The draft model, if it is open already.
 
     Raises:
         ConfigError: The options of speculation do not go together.
         CheckpointError: Its files are missing or broken.
     """
     options.check_method()
+    if options.spec_method == "mtp" and heads_of(source.model) is not None:
+        return source.heads()
     if options.draft_model is None:
         return None
     return draft if draft is not None else open_source(options.draft_model)
+
+
+def _stored_draft(stored: Manifest, model: Model) -> Draft | None:
+    """What proposes beside the model in a stored core."""
+    if stored.options.spec_method == "mtp":
+        return heads_of(model)
+    return model_from_config(stored.draft.model_config) if stored.draft is not None else None
 
 
 def load_core(
@@ -160,7 +172,7 @@ def load_core(
     *,
     options: CoreOptions | Mapping[str, Any] | None = None,
     model: Model | None = None,
-    draft: Model | None = None,
+    draft: Draft | None = None,
     factory: ProgramFactory | None = None,
 ) -> PreparedCore:
     """Loads a core without its model; programs that do not fit this process are compiled again.
@@ -188,7 +200,7 @@ def load_core(
             raise CoreError(f"{root} was not prepared to the end and holds no draft model; prepare it again")
         wanted = loaded_options(root, stored, options)
         model = model or model_from_config(stored.source.model_config)
-        draft = draft or (model_from_config(stored.draft.model_config) if stored.draft is not None else None)
+        draft = draft or _stored_draft(stored, model)
         used_factory = (factory or default_factory()).with_draft(draft)
         manifest, plan = reopened_manifest(stored, model, used_factory, draft)
         return _open(
@@ -317,7 +329,7 @@ def _weights(job: _Job) -> Any:
 
 
 def _tree(
-    job: _Job, source: Source | None, model: Model, kept: tuple[StoredFile, ...], directory: str
+    job: _Job, source: Source | None, model: Draft, kept: tuple[StoredFile, ...], directory: str
 ) -> tuple[Any, tuple[StoredFile, ...]]:
     """One model's weights on the device, and the files in the core's `directory` that keep them."""
     dtype = job.manifest.options.dtype

@@ -15,7 +15,7 @@ from helios_jax.aot.memory import MemoryPlan
 from helios_jax.aot.options import CoreOptions
 from helios_jax.aot.report import ProgramReport, summary
 from helios_jax.aot.runner import DeviceRunner, InFlight
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import Catalog, ProgramKind, ProgramShape
 from helios_jax.scheduler.types import Limits
 
@@ -48,7 +48,7 @@ class PreparedCore:
         catalog: The shapes that are loaded; an optional program that did not compile is not in it.
         dims: Static extents of the programs.
         model: The architecture (no weights).
-        draft: That of the draft model, or None.
+        draft: That of the draft model or of the model's multi-token-prediction heads, or None.
         options: Resolved options; where this load left rounds out, with what is left.
         memory: Bytes of weights, state and pages.
         report: One line a program of the full catalogue.
@@ -72,7 +72,7 @@ class PreparedCore:
         directory: pathlib.Path,
         params: Any,
         runner: DeviceRunner,
-        draft: Model | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self.catalog = catalog
         self.dims = dims

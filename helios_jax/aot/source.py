@@ -45,6 +45,9 @@ class Source(Protocol):
     def load_params(self, dtype: str, put: Callable[[Any], Any], progress: Callable[[int, int], None] | None) -> Any:
         """The weights, leaf by leaf through `put`; `progress(done_bytes, total_bytes)`."""
 
+    def heads(self) -> Source:
+        """Its multi-token-prediction heads as a source of their own; only if `interface.heads_of(model)` has them."""
+
     def text_files(self) -> TextFiles:
         """Where tokenizer, template and configuration lie."""
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Mapping
 
-from helios_jax.models.interface import Model
 from helios_jax.scheduler.catalog import (
     MAX_SLOTS,
     Allocation,
@@ -104,8 +103,3 @@ def reduced(
         return not depth or (fits and (draft_tokens is None or depth <= draft_tokens))
 
     return tuple(shape for shape in shapes if stays(shape))
-
-
-def mtp_heads(model: Model) -> int:
-    """Multi-token-prediction heads of a model; families without them do not name the attribute."""
-    return int(getattr(model, "mtp_heads", 0))

@@ -19,7 +19,7 @@ from helios_jax.aot.source import Source
 from helios_jax.aot.store import TEMP_PREFIX, sha256_file
 from helios_jax.aot.text_files import describe
 from helios_jax.errors import CheckpointError, CoreError
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft
 from helios_jax.models.weights_store import restore_params, save_params
 
 Put = Callable[[Any], jax.Array]
@@ -45,7 +45,7 @@ def check_files(core: pathlib.Path, files: Sequence[StoredFile]) -> None:
 def restore(
     core: pathlib.Path,
     files: Sequence[StoredFile],
-    model: Model,
+    model: Draft,
     dtype: str,
     progress: Progress,
     directory: str = WEIGHTS_DIR,

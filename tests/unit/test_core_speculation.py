@@ -373,6 +373,33 @@ def test_speculation_off_leaves_the_draft_models_core_its_decode(draft_core: Pat
         assert first_page(core) == 3.5
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadedToy(ToyModel):
+    """A toy with multi-token-prediction heads, which are a toy too."""
+
+    @property
+    def mtp(self) -> ToyModel:
+        return ToyModel()
+
+
+class HeadedSource(ToySource):
+    """A checkpoint of it: the model adds 3, the heads 0.75."""
+
+    def heads(self) -> ToySource:
+        return ToySource(self.directory, value=0.75)
+
+
+def test_a_models_own_heads_are_kept_like_a_draft_model(tmp_path: Path) -> None:
+    options = small_options(spec_method="mtp", num_draft_tokens=1, max_slots=1)
+    source = HeadedSource(tmp_path / "model", 3.0, HeadedToy())
+    prepare(source, options, tmp_path / "core", factory=FACTORY).close()
+    with load_core(tmp_path / "core", model=HeadedToy(), factory=FACTORY) as core:  # the heads come with the model
+        assert statuses(core) == {ProgramStatus.LOADED}
+        assert core.limits.draft_extent == 1
+        assert {shape.proposal_source for shape in core.catalog.of_kind(SPECULATIVE)} == {ProposalSource.LEARNED}
+        assert first_page(core) == 3.75
+
+
 def test_a_draft_of_another_vocabulary_leaves_no_directory_behind(tmp_path: Path) -> None:
     draft = ToySource(tmp_path / "draft", model=ToyModel(vocab_size=64))
     with pytest.raises(ConfigError, match="a draft model needs the model's own vocabulary"):

@@ -76,7 +76,7 @@ def test_speculation_reaches_core_and_scheduler(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"spec_width": "off"}, "spec_width must be one of adaptive, fixed, got 'off'"),
+        ({"spec_width": "wide"}, "spec_width must be one of adaptive, fixed, off, got 'wide'"),
         ({"mtp_adaptive_verification_alpha": 0}, "finite and greater than zero, got 0"),
         ({"mtp_adaptive_verification_alpha": float("inf")}, "finite and greater than zero, got inf"),
         ({"mtp_adaptive_verification_alpha": True}, "finite and greater than zero, got True"),
