@@ -259,11 +259,11 @@ def _frozen(state: State, plan: ScheduledPlan, fence: Fence, alone: bool) -> Fra
 def _extend_written(requests: Requests, slots: np.ndarray, plan: ScheduledPlan, draft_extent: int) -> None:
     """Note how far the program may write: the whole ceiling, and the declared draft storage."""
     draft = draft_extent if lane_width(plan.shape) > 1 else 0
-    extents = {LaneRole.PROMPT: 0, LaneRole.DECODE: draft}  # other roles write no positions of their own
     ends = [
-        lane.start + lane.length + extents[lane.role] if lane.role in extents else lane.start for lane in plan.lanes
+        start + length + draft if role is LaneRole.DECODE else start + length if role is LaneRole.PROMPT else start
+        for _, role, start, length, _, _ in plan.lanes  # other roles write no positions of their own
     ]
-    requests.written_len[slots] = np.maximum(requests.written_len[slots], ends)
+    requests.written_len[slots] = np.maximum(requests.written_len[slots], np.array(ends, np.int64))
 
 
 _PHASES_OF_ROLE = {
@@ -285,14 +285,15 @@ def _checked_lanes(state: State, plan: ScheduledPlan) -> np.ndarray:
     problem = misfit(plan.shape, lanes, plan.prompt_row)
     if problem or len(lanes) != len(plan.epochs):
         raise StalePlanError(f"{plan.shape.name} cannot run {problem or f'{len(plan.epochs)} epochs'}")
-    table = np.array([(*lane.handle, lane.start) for lane in lanes], np.int64)
-    slots, generations, starts = table.T
+    handles, roles, starts = list(zip(*lanes, strict=True))[:3]
+    slots, generations = (np.array(column, np.int64) for column in zip(*handles, strict=True))
     if slots.min() < 0 or slots.max() >= state.limits.slots:
         raise StalePlanError(f"{plan.shape.name} names slots {slots}, there are {state.limits.slots}")
     current = (requests.generation[slots] == generations) & (requests.epoch[slots] == np.array(plan.epochs))
     projected = project(state).requests
     current &= (projected.committed_len[slots] == starts) & (projected.phase[slots] == requests.phase[slots])
-    current &= [phase in _PHASES_OF_ROLE[lane.role] for lane, phase in zip(lanes, requests.phase[slots], strict=True)]
+    phases = requests.phase[slots].tolist()
+    current &= [phase in _PHASES_OF_ROLE[role] for role, phase in zip(roles, phases, strict=True)]
     if not current.all():
         handle = lanes[int(np.flatnonzero(~current)[0])].handle
         raise StalePlanError(f"{handle} changed or lost its slot since the plan was made; plan again")
@@ -306,8 +307,10 @@ def _take_pages(pool: PagePool, requests: Requests, slots: np.ndarray, page_size
 
 
 def _count_tokens(counters: Counters, plan: ScheduledPlan) -> Counters:
-    kind, used = KINDS.index(plan.shape.kind), sum(lane.length for lane in plan.lanes)
-    padded = physical_tokens(plan.shape) - used
+    kind, physical = KINDS.index(plan.shape.kind), physical_tokens(plan.shape)
+    # Ceilings of a device-allocated round may sum above its rows; it never uses more than these.
+    used = min(physical, sum([lane.length for lane in plan.lanes]))
+    padded = physical - used
     return dataclasses.replace(
         counters,
         programs=_added(counters.programs, kind, 1),
@@ -340,8 +343,9 @@ def published_outputs(state: State, handles: Sequence[RequestHandle], fence: Fen
     if interval is None or interval.fence != fence:
         last = interval.fence if interval else "none"
         raise InvariantError(f"publication of fence {fence} reported after the completion of {last}")
+    served = interval.served.tolist()
     for handle in handles:
-        if not 0 <= handle.slot < state.limits.slots or interval.served[handle.slot] != handle.generation:
+        if not 0 <= handle.slot < state.limits.slots or served[handle.slot] != handle.generation:
             raise InvariantError(f"fence {fence} served no tokens to {handle}")
     named = np.array([handle.slot for handle in handles], np.int64)
     requests = state.requests

@@ -11,6 +11,7 @@ import pytest
 
 from helios_jax.scheduler import LaneRole, ProgramKind, ScheduledPlan, SelectionReason, State, snapshot_counters
 from helios_jax.scheduler.catalog import Allocation, ProposalSource
+from helios_jax.scheduler.retirement import awaits_capture
 from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.types import FinishReason, Lane
 from tests.property import machine_books as books
@@ -289,15 +290,18 @@ def check_job(model: Model, job: Job, state: State) -> None:
     assert Phase(int(requests.phase[slot])) is STAGES[job.stage], (job.key, job.stage)
     got = {name: int(getattr(requests, name)[slot]) for name in (
         "generation", "consumed_len", "committed_len", "output_len", "images_done", "window_images",
-        "reserved_pages")}  # fmt: skip
+        "reserved_pages", "last_use_ns", "last_fence")}  # fmt: skip
     assert got == {
         "generation": job.handle.generation, "consumed_len": job.consumed, "committed_len": job.committed,
         "output_len": len(job.out), "images_done": job.images, "window_images": job.window,
-        "reserved_pages": model.needed_pages(job.spec),
+        "reserved_pages": model.needed_pages(job.spec), "last_use_ns": job.last_use_ns, "last_fence": job.last_fence,
     }, job  # fmt: skip
     if job.restored or not job.spec.restored_len:  # a restore takes its pages when it is committed
         assert len(state.pool.tables[slot]) == ceil_div(job.written, model.limits.page_size)
     assert len(state.pool.tables[slot]) <= model.needed_pages(job.spec)
+    assert awaits_capture(state, job.handle) == (job.stage == "terminal")
+    if job.stage == "terminal":
+        assert int(requests.terminal_ns[slot]) == job.terminal_ns
     if job.ended is not None:
         return
     assert (int(requests.visible_ns[slot]), int(requests.proposals[slot])) == (job.visible_ns, job.copies)
@@ -345,6 +349,10 @@ def check_totals(model: Model, state: State) -> None:
     assert model.admitted == sum(model.ends.values()) + len(model.running())
     assert state.counters.rebound == model.rebound
     assert counted["completions_ignored"] == model.ignored
+    kinds = sorted({shape.kind for shape in model.catalog})
+    assert counted["used_tokens_by_kind"] == {str(kind): model.used[kind] for kind in kinds}
+    assert counted["padded_tokens_by_kind"] == {str(kind): model.padded[kind] for kind in kinds}
+    assert (counted["slots_used"], counted["frames_in_flight"]) == (len(model.jobs), len(model.flights))
     assert counted["flare_scheduler_executions_total"] == {str(r): model.executions[r] for r in SelectionReason}
     assert counted["flare_scheduler_execution_nanoseconds_total"] == {
         str(reason): model.execution_ns[reason] for reason in SelectionReason

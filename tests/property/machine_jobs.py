@@ -47,6 +47,17 @@ def prompt_tokens(shape: ProgramShape) -> int:
     return shape.token_capacity if shape.kind in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL) else 0
 
 
+def token_rows(shape: ProgramShape) -> int:
+    """Token rows that one execution computes, used or not."""
+    if shape.kind is ProgramKind.MIXED:
+        return shape.prefill_capacity + (shape.batch_capacity - 1) * shape.token_capacity
+    if shape.kind is ProgramKind.VISION:
+        return shape.batch_capacity * shape.token_capacity
+    if shape.kind in (ProgramKind.DECODE, ProgramKind.SPECULATIVE):
+        return target_rows(shape)
+    return prompt_tokens(shape)
+
+
 @dataclasses.dataclass
 class Job:
     """One logical request; it keeps its identity when a window restore gives it a fresh handle."""
@@ -71,6 +82,8 @@ class Job:
     ended: str | None = None
     copying: str = ""  # what the snapshot that is due writes: "capture" or "window"
     terminal_ns: int = 0
+    last_use_ns: int = 0
+    last_fence: int = 0
 
     @property
     def window_restore(self) -> bool:

@@ -42,14 +42,15 @@ def catalogue(*, mixed: bool, plain: bool) -> Catalog:
 
 def draw_limits(rng: random.Random) -> Limits:
     return Limits(
-        slots=rng.choice([4, 5]), pages=rng.choice([14, 24, 40]), page_size=4, max_context=36,
-        state_rows=rng.choice([0, 1, 2, 3, 4]), feature_tokens=rng.choice([0, 4, 5]),
+        slots=rng.choice([4, 5]), pages=rng.choice([16, 48, 80]), page_size=4, max_context=44,
+        state_rows=rng.choice([0, 1, 2, 3, 4, 6]), feature_tokens=rng.choice([0, 4, 5]),
         draft_extent=rng.choice([0, 2]), frames=rng.choice([1, 2, 2]),
     )  # fmt: skip
 
 
 def draw_policy(rng: random.Random) -> PolicyConfig:
     return PolicyConfig(
+        output_token_value=rng.choice([0.5, 64.0]),  # small: prompts go first, and many streams are served together
         token_fairness=rng.choice([0.0, 16.0]),
         delivery_fairness=rng.choice([0.0, 4.0]),
         decode_age_price=rng.choice([0.0, 0.1]),
@@ -93,7 +94,7 @@ def draw_spec(rng: random.Random, model: Model, state: State) -> RequestSpec:
     elif kind < 0.5 and length > 1:
         at = rng.choice(free[1:-1] or [0])
         rest |= {"restored_len": at, "external": bool(at) and rng.random() < 0.3}
-    output = rng.choice([0, 1, 3]) if scored else rng.choice([1, 2, 6, 12, 18])
+    output = rng.choice([0, 1, 3]) if scored else rng.choice([1, 2, 6, 12, 24])
     return request(length, output, **rest)
 
 

@@ -19,6 +19,7 @@ from helios_jax.scheduler import (
     LaneRole,
     Limits,
     PolicyConfig,
+    ProgramKind,
     ProgramShape,
     RequestHandle,
     RequestSpec,
@@ -42,6 +43,7 @@ from tests.property.machine_jobs import (
     ceil_div,
     lane_rows,
     target_rows,
+    token_rows,
 )
 
 
@@ -61,6 +63,8 @@ class Model:
         self.ends: Counter[str] = Counter()
         self.executions: Counter[SelectionReason] = Counter()
         self.execution_ns: Counter[SelectionReason] = Counter()
+        self.used: Counter[ProgramKind] = Counter()  # token rows
+        self.padded: Counter[ProgramKind] = Counter()
         self.was_empty = False
         self.depth = max(shape.proposal_depth for shape in catalog)
         self.prior = [0.5**d for d in range(1, self.depth + 1)]
@@ -68,6 +72,7 @@ class Model:
         self.checkpoints: dict[int, tuple[frozenset[int], int]] = {}
         self.last_checkpoint = 0
         self.captured: list[Job] = []  # published by the completion that is being accounted for
+        self.seen: Counter[str] = Counter()  # what has happened, for tests that ask whether everything did
 
     # Requests.
 
@@ -118,6 +123,7 @@ class Model:
             self.needs_private(spec), books.Learned(self.depth, self.prior),
         )  # fmt: skip
         self.admitted += 1
+        job.last_use_ns = self.now_ns
         self.jobs.append(job)
         return job
 
@@ -140,6 +146,8 @@ class Model:
             assert job.committed > 0
             job.copying, job.terminal_ns = "capture", self.now_ns
         self.ends[reason] += 1
+        named = any(job in flight.jobs for flight in self.flights)
+        self.seen.update([f"{reason}", f"ended in {job.stage}", "ended in flight" if named else "ended between frames"])
         job.ended, job.stage = reason, "terminal" if terminal else "retiring"
         if release:
             self.release()
@@ -207,12 +215,19 @@ class Model:
         alone = plan.required_empty_queue or self.needs_feedback(plan, self.now_ns)
         members = [job for job in self.jobs if job.participates]
         flight = Flight(fence, plan, [job for job in jobs if job], members, self.now_ns, alone)
+        self.seen.update([plan.shape.name, f"{plan.reason}", f"{len(self.flights) + 1} frames"])
+        self.seen.update([f"{lane.role} of {job.stage}" for lane, job in zip(plan.lanes, flight.jobs, strict=True)])
+        self.seen[f"{len(plan.lanes)} lanes"] += 1
         for lane, job in zip(plan.lanes, flight.jobs, strict=True):
             self.epochs[lane.handle.slot] += 1
+            job.last_use_ns, job.last_fence = self.now_ns, fence
             if lane.role in (LaneRole.PROMPT, LaneRole.DECODE):
                 wide = lane.role is LaneRole.DECODE and lane_rows(plan.shape) > 1
                 extent = self.limits.draft_extent if wide else 0
                 job.written = max(job.written, lane.start + lane.length + extent)
+        used = min(token_rows(plan.shape), sum(lane.length for lane in plan.lanes))
+        self.used[plan.shape.kind] += used
+        self.padded[plan.shape.kind] += token_rows(plan.shape) - used
         if plan.reason in self.budgets:
             self.budgets[plan.reason].episode = fence
         self.costs[plan.shape].attempted_ns = self.now_ns
@@ -302,6 +317,7 @@ class Model:
         slot, old = job.handle.slot, job.handle
         self.generations[slot] += 1
         self.rebound += 1
+        self.seen["rebound"] += 1
         job.handle = RequestHandle(slot, self.generations[slot])
         job.window = self.window_end(job.spec, job.images)
         job.private = job.window < len(job.spec.image_spans)
@@ -408,6 +424,7 @@ class Model:
         if job not in self.jobs or not job.streams or handle in self.interval.published:
             return
         self.interval.published.add(handle)
+        self.seen["published a first burst" if before is None else "published a burst"] += 1
         job.visible_ns, duration_ms = self.now_ns, self.interval.duration_ms
         if duration_ms and before is None:
             job.delivery_r = duration_ms
@@ -429,6 +446,7 @@ class Model:
         """Checkpoints hold the same prefix: each of them, and a fresh alias, may come from any of these jobs."""
         origins = frozenset().union(*(self.checkpoints[number][0] for number in numbers))
         endpoint = self.checkpoints[numbers[0]][1]
+        self.seen["aliases" if len(numbers) > 1 else "identified"] += 1
         fresh = [number for number in after.retention.checkpoints.ids.tolist() if number > self.last_checkpoint]
         for number in (*numbers, *fresh):
             self.checkpoints[number] = (origins, endpoint)

@@ -6,10 +6,19 @@ import dataclasses
 
 import pytest
 
-from helios_jax.scheduler import ExecutionTiming, GeneratedToken, RequestFinished, RequestHandle, complete, offer_copy
+from helios_jax.scheduler import (
+    ExecutionTiming,
+    GeneratedToken,
+    RequestFinished,
+    RequestHandle,
+    complete,
+    offer_copy,
+    snapshot_counters,
+)
 from helios_jax.scheduler.types import Lane, LaneRole, RequestRebound
 from tests.unit.every_kind_toy import (
     IN_FLIGHT,
+    SHAPES,
     decode_lanes,
     decoders,
     every_kind_state,
@@ -39,6 +48,14 @@ def test_an_offer_of_copies_ends_with_the_first_output() -> None:
     state = healthy(fly(state, "prefill_row", Lane(handle, LaneRole.PROMPT, 0, 4, True)))
     assert state.requests.phase[handle.slot] == Phase.DECODE
     assert state.requests.proposals[handle.slot] == 0
+
+
+def test_ceilings_above_the_target_rows_are_no_negative_padding() -> None:
+    """Ceilings of 4, 3 and 4 rows share 6: all of them count as used, none as padded."""
+    state = IN_FLIGHT["ragged_device"]()
+    counted = snapshot_counters(state)
+    assert counted["used_tokens_by_kind"]["speculative"] == SHAPES["ragged_device"].packed_capacity  # type: ignore[index]
+    assert counted["padded_tokens_by_kind"]["speculative"] == 0  # type: ignore[index]
 
 
 def test_events_of_a_mixed_frame_come_in_lane_order() -> None:
