@@ -220,7 +220,9 @@ def drop_lane(draft: Draft, requests: Requests, lane: Lane, record: CompletionRe
     slot = lane.handle.slot
     if lane.role is LaneRole.SNAPSHOT:
         draft.rows = state_rows.finish_copy(draft.rows, lane.row, fence, publish=False)
-    elif requests.phase[slot] == TERMINAL and record.committed_len != requests.committed_len[slot]:
+    elif requests.phase[slot] == TERMINAL and (
+        not record.valid or record.committed_len != requests.committed_len[slot]
+    ):
         draft.rows = state_rows.disarm(draft.rows, int(requests.state_row[slot]))
         draft.skip("terminal_overrun")
         requests.state_row[slot], requests.phase[slot] = 0, RETIRING

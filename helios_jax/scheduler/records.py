@@ -19,6 +19,7 @@ from helios_jax.scheduler.state import RETIRING, TERMINAL, Frame, State
 from helios_jax.scheduler.types import CompletionRecord, ExecutionTiming, Lane, LaneRole
 
 _MAX_TOKEN = 2**31
+_MAX_NS = 2**60  # 36 years: the ends of two queued frames are still int64
 _INTEGERS = (int, np.integer)
 _PROMPT, _DECODE = LaneRole.PROMPT, LaneRole.DECODE
 _NUMBERS = attrgetter("consumed", "committed_len", "offered", "accepted")
@@ -31,9 +32,9 @@ def check_timing(timing: ExecutionTiming) -> None:
     values = (*timing.device_ns, timing.wall_ns, timing.embedding_delay_ns)
     if not all(_is_integer(value) for value in values):
         raise InvariantError(f"execution times must be integers of nanoseconds, got {timing}")
-    if timing.wall_ns < 0 or timing.embedding_delay_ns < 0 or max(values) >= 2**62:
+    if timing.wall_ns < 0 or timing.embedding_delay_ns < 0 or max(values) >= _MAX_NS:
         raise InvariantError(
-            f"wall time and embedding delay must be nonnegative and times below 2**62 ns, got {timing}"
+            f"wall time and embedding delay must be nonnegative and times below 2**60 ns, got {timing}"
         )
 
 

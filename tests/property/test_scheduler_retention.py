@@ -187,10 +187,10 @@ class RetentionMachine(RuleBasedStateMachine):
         assert self.state.pool.num_free == self.state.limits.pages
 
 
-RetentionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+RetentionMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestRetention = RetentionMachine.TestCase
 
 
 @pytest.mark.slow
 class TestRetentionAtLength(RetentionMachine.TestCase):
-    settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

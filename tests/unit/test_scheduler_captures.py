@@ -345,8 +345,8 @@ def stopped(record: CompletionRecord) -> CompletionRecord:
     return dataclasses.replace(record, consumed=0, tokens=(), committed_len=record.committed_len - 1)
 
 
-@pytest.mark.parametrize("stops", [True, False])
-def test_a_device_that_stops_by_itself_keeps_the_last_state(stops: bool) -> None:
+@pytest.mark.parametrize("report", [stopped, lambda record: record, lambda record: failing(stopped(record))])
+def test_a_device_that_stops_by_itself_keeps_the_last_state(report: Any) -> None:
     """Its report decides: if the queued program moved the state on all the same, the capture is given up."""
     state, handle = decoding(fraction=1.0, stop_token_ids=frozenset({5}), on_device=True)
     state, _, _ = run(state, lambda s: s.requests.output_len[handle.slot] == 4)
@@ -355,7 +355,8 @@ def test_a_device_that_stops_by_itself_keeps_the_last_state(stops: bool) -> None
     state, plan_events = finish_frame(state, state.frames[0].plan, fence, token=5)
     assert plan_events[-1] == RequestFinished(handle, FinishReason.STOP, 5)
     assert phase_of(state, handle) is Phase.TERMINAL
-    state, events = finish_frame(state, state.frames[0].plan, fence + 1, spoil=stopped if stops else lambda r: r)
+    state, events = finish_frame(state, state.frames[0].plan, fence + 1, spoil=report)
+    stops = report is stopped
     assert events == ()
     assert phase_of(state, handle) is (Phase.TERMINAL if stops else Phase.FREE)
     assert skipped(state) == ({} if stops else {"terminal_overrun": 1})
