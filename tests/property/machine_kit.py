@@ -91,6 +91,8 @@ def draw_spec(rng: random.Random, model: Model, state: State) -> RequestSpec:
         length = endpoint + rng.randint(1, 6)
         rest |= {"restore_from": int(known.ids[place]), "restored_len": endpoint, "external": rng.random() < 0.3}
         rest |= {"system_end": 0, "output_len": 0}
+        if rng.random() < 0.1:  # one that is gone, or another length than it has
+            rest |= rng.choice([{"restore_from": known.last_id + 1}, {"restored_len": max(1, endpoint - 1)}])
     elif kind < 0.5 and length > 1:
         at = rng.choice(free[1:-1] or [0])
         rest |= {"restored_len": at, "external": bool(at) and rng.random() < 0.3}
@@ -109,14 +111,16 @@ def _draw_images(rng: random.Random, length: int) -> tuple[ImageSpan, ...]:
     return tuple(spans)
 
 
-def possible(model: Model, spec: RequestSpec) -> bool:
-    """Whether a request can ever be served."""
-    limits = model.limits
+def possible(model: Model, spec: RequestSpec, state: State) -> bool:
+    """Whether a request can be served at some time, and its source is what it says."""
+    limits, known = model.limits, state.retention.checkpoints
+    sources = {0: spec.restored_len, **dict(zip(known.ids.tolist(), known.endpoints.tolist(), strict=True))}
     largest = min(limits.feature_tokens, LARGEST_PREFILL, LARGEST_IMAGE)
     return (
         len(spec.prompt) + spec.max_tokens <= limits.max_context
         and model.needed_pages(spec) <= limits.pages
         and all(span.end - span.start <= largest for span in spec.image_spans)
+        and sources.get(spec.restore_from) == spec.restored_len
         and (bool(limits.state_rows) or not model.needs_private(spec))
     )
 

@@ -101,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _admit(self, rng: random.Random) -> None:
         spec = kit.draw_spec(rng, self.model, self.state)
         before = fingerprint(self.state)
-        if not kit.possible(self.model, spec):
+        if not kit.possible(self.model, spec, self.state):
             for ask in (lambda: can_admit(self.state, spec), lambda: admit(self.state, spec, self.state.now_ns)):
                 with pytest.raises(RequestError):
                     ask()

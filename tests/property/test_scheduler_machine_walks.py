@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from helios_jax.scheduler import FinishReason, LaneRole, SelectionReason
+from helios_jax.scheduler import FinishReason, LaneRole, SelectionReason, state_digest
 from tests.property.machine_jobs import CANCELLED, PREEMPTED
 from tests.property.test_scheduler_machine import SchedulerMachine
 from tests.unit.every_kind_toy import every_kind
@@ -15,8 +15,8 @@ from tests.unit.every_kind_toy import every_kind
 WALKS, STEPS = 50, 30
 
 
-def walk(seed: int) -> Counter[str]:
-    """One walk to its end; returns what happened."""
+def walk(seed: int) -> tuple[Counter[str], str]:
+    """One walk to its end; returns what happened, and the digest of the last state."""
     rng, machine = random.Random(seed), SchedulerMachine()
     machine.start(
         seed=rng.randrange(2**32), warm=rng.choice([0, 1, 2, 2]), mixed=rng.random() < 0.4, plain=rng.random() < 0.6
@@ -25,7 +25,7 @@ def walk(seed: int) -> Counter[str]:
         step(rng, machine)
         machine.holds()
     machine.teardown()
-    return machine.model.seen
+    return machine.model.seen, state_digest(machine.state)
 
 
 def step(rng: random.Random, machine: SchedulerMachine) -> None:
@@ -84,11 +84,11 @@ EVERYTHING = {
 def test_walks_reach_every_program_and_every_turn_of_a_life() -> None:
     seen: Counter[str] = Counter()
     for seed in range(WALKS):
-        seen += walk(seed)
+        seen += walk(seed)[0]
     expected = EVERYTHING | {shape.name for shape in every_kind()}
     assert not expected - set(seen), sorted(seen.items())
 
 
 def test_a_walk_repeats_itself() -> None:
-    """The same events give the same history."""
+    """The same events give the same history and the same state."""
     assert walk(0) == walk(0)

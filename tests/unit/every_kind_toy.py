@@ -82,13 +82,13 @@ def every_kind_state(**limits: int) -> State:
     return measured(new_state(every_kind(), Limits(**sizes), policy), lambda _: MS)
 
 
-def fly(state: State, name: str, *lanes: Lane, prompt_row: int = -1) -> State:
+def fly(state: State, name: str, *lanes: Lane, prompt_row: int = -1, estimate_ns: int = MS) -> State:
     """Commit a hand-written plan."""
     shape = SHAPES[name]
     epochs = tuple(int(state.requests.epoch[lane.handle.slot]) for lane in lanes)
     queueable = shape.kind in (_K.DECODE, _K.SPECULATIVE)
     plan = ScheduledPlan(
-        shape, lanes, epochs, MS, 1.0, 0.0, SelectionReason.ORDINARY, not queueable, prompt_row=prompt_row
+        shape, lanes, epochs, estimate_ns, 1.0, 0.0, SelectionReason.ORDINARY, not queueable, prompt_row=prompt_row
     )
     return commit(state, plan, state.last_fence + 1)
 

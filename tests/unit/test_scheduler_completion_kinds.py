@@ -15,6 +15,7 @@ from helios_jax.scheduler import (
     offer_copy,
     snapshot_counters,
 )
+from helios_jax.scheduler.queue import project
 from helios_jax.scheduler.types import Lane, LaneRole, RequestRebound
 from tests.unit.every_kind_toy import (
     IN_FLIGHT,
@@ -48,6 +49,15 @@ def test_an_offer_of_copies_ends_with_the_first_output() -> None:
     state = healthy(fly(state, "prefill_row", Lane(handle, LaneRole.PROMPT, 0, 4, True)))
     assert state.requests.phase[handle.slot] == Phase.DECODE
     assert state.requests.proposals[handle.slot] == 0
+
+
+def test_the_longest_durations_can_be_queued() -> None:
+    """Whatever a completion may report, the expected end of two frames is a number that columns hold."""
+    state, handles = decoders(2)
+    for ahead in (0, 1):
+        lanes = [lane._replace(start=lane.start + ahead) for lane in decode_lanes(state, handles, 1, 1)]
+        state = fly(state, "decode", *lanes, estimate_ns=2**60 - 1)
+    assert project(state).requests.visible_ns[0] == state.now_ns + 2 * (2**60 - 1)
 
 
 def test_ceilings_above_the_target_rows_are_no_negative_padding() -> None:
