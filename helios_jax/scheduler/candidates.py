@@ -120,14 +120,13 @@ def new_decision(state: State) -> Decision:
     since_ns = np.where(ending, requests.terminal_ns, requests.visible_ns)
     age_ms = np.where(streaming | ending, (state.now_ns - since_ns) / NS_PER_MS, 0.0)
     longest = 2.0 * float(duration.max(initial=0.0))  # a prerequisite and what follows it
-    terms = Terms(
-        rates.token_r, rates.delivery_r, np.where(ending, terminal_interval(state, duration), rates.sigma), age_ms,
-        requests.active & ~streaming, streaming, ending,
-    )  # fmt: skip
-    order = np.lexsort((np.arange(len(age_ms)), requests.last_use_ns))
-    prefixes = prefix_survival(state, state.policy.adaptive_verification_alpha)
-    tokens = rates.tokens
+    sigma = np.where(ending, terminal_interval(state, duration), rates.sigma) if ending.any() else rates.sigma
+    prompting = requests.active & ~streaming
+    terms = Terms(rates.token_r, rates.delivery_r, sigma, age_ms, prompting, streaming, ending)
+    order = requests.last_use_ns.argsort(kind="stable")
+    prefixes, tokens = rates.prefixes, rates.tokens
     if state.policy.adaptive_verification_alpha != 1.0:
+        prefixes = prefix_survival(state, state.policy.adaptive_verification_alpha)
         tokens = lane_tokens(state, rates.rows, prefixes)
     values = scaled_values(state.policy, terms, longest)
     return Decision(state, duration, rates, values, order, prefixes, rates.rows, tokens)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from helios_jax.scheduler.catalog import ProposalSource
-from helios_jax.scheduler.programs import SOURCES
-from helios_jax.scheduler.speculation import COPY, LEARNED, lane_lengths, optimistic, survival
+from helios_jax.scheduler.programs import SOURCE_ROW, SOURCES
+from helios_jax.scheduler.speculation import lane_lengths, optimistic, survival
 from helios_jax.scheduler.state import State
 
-_SOURCE_ROW = np.array([COPY if source is ProposalSource.COPY else LEARNED for source in SOURCES])
 COPY_SOURCE = SOURCES.index(ProposalSource.COPY)
 
 
@@ -45,7 +44,7 @@ def lane_rows(state: State, family: np.ndarray, feasible: np.ndarray) -> np.ndar
     rows = lane_lengths(programs.width[of], programs.depth[of], source == COPY_SOURCE, room, requests.proposals)
     allowed = (family >= 0) & (room > 0)
     if len(feasible):
-        allowed = allowed & feasible[family][:, of].T
+        allowed = allowed & feasible[:, of][family].T
     rows = np.where(allowed, rows, 0)
     mode, drafts = state.policy.speculation, programs.depth[of] > 0
     if mode == "off":
@@ -125,7 +124,7 @@ def lane_tokens(state: State, rows: np.ndarray, prefixes: np.ndarray) -> np.ndar
 
 def class_sources(state: State) -> np.ndarray:
     """Row of the acceptance estimates that each lane class reads, int64 [classes]."""
-    return _SOURCE_ROW[state.programs.source[state.programs.class_program]]
+    return state.programs.class_source
 
 
 def program_tokens(state: State, program: int, work: np.ndarray) -> np.ndarray:
@@ -134,6 +133,6 @@ def program_tokens(state: State, program: int, work: np.ndarray) -> np.ndarray:
     Args:
         work: int64 [slots] target rows, 0 outside the cohort.
     """
-    prefixes = prefix_survival(state, 1.0)[_SOURCE_ROW[state.programs.source[program]]]
+    prefixes = prefix_survival(state, 1.0)[SOURCE_ROW[state.programs.source[program]]]
     reached = np.arange(1, prefixes.shape[-1] + 1) < work[:, None]
     return (work > 0) + np.where(reached, prefixes, 0.0).sum(axis=1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from helios_jax.errors import ConfigError, InvariantError
 from helios_jax.scheduler.catalog import Allocation, Catalog, ProgramKind, ProgramShape, ProposalSource
+from helios_jax.scheduler.speculation import COPY, LEARNED
 from helios_jax.scheduler.types import Lane, LaneRole
 
 KINDS = tuple(ProgramKind)  # order of every per-kind counter
@@ -32,6 +33,8 @@ class ProgramTable:
         lane_class: [programs] which programs mean the same for one lane: equal width, depth, source and allocation.
         class_program: [classes] a program of each class.
         extents: [programs, 4] batch, tokens, prompt and packed beside each other: what padding is measured by.
+        class_source: [classes] row of the acceptance estimates that a lane of each class reads.
+        delivers: bool [programs], those that decode.
         decode, prefill, ... : Row numbers of the kind; `delivering` are all that decode.
     """
 
@@ -46,6 +49,8 @@ class ProgramTable:
     lane_class: np.ndarray
     class_program: np.ndarray
     extents: np.ndarray
+    class_source: np.ndarray
+    delivers: np.ndarray
     decode: np.ndarray
     prefill: np.ndarray
     scored_prefill: np.ndarray
@@ -59,6 +64,7 @@ class ProgramTable:
 
 
 SOURCES = tuple(ProposalSource)
+SOURCE_ROW = tuple(COPY if source is ProposalSource.COPY else LEARNED for source in SOURCES)
 _ROW_COLUMNS = {
     "decode": (ProgramKind.DECODE,),
     "prefill": (ProgramKind.PREFILL,),
@@ -106,6 +112,8 @@ def tabulate(catalog: Catalog) -> ProgramTable:
         lane_class=lane_class.ravel(),
         class_program=class_program,
         extents=np.array([columns[name] for name in ("batch", "tokens", "prompt", "packed")], np.int64).T.copy(),
+        class_source=np.array([SOURCE_ROW[columns["source"][program]] for program in class_program.tolist()]),
+        delivers=np.isin(np.arange(len(catalog)), rows["delivering"]),
         **rows,
     )
     for field in dataclasses.fields(table):

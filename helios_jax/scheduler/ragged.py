@@ -44,18 +44,19 @@ def fixed_cohorts(
     that are not of the most frequent length.
     """
     ranked = np.where(lengths > 0, values, -np.inf)[:, preference]
-    order = preference[np.argsort(-ranked, axis=1, kind="stable")]
-    rows = np.take_along_axis(lengths, order, 1)
-    longest = np.maximum(lengths.max(axis=1, initial=0), 1)
-    equal = ((lengths == 0) | (lengths == longest[:, None])).all(axis=1)
-    most = np.where(equal, np.minimum(batch, packed // longest), batch)
-    chosen = (np.arange(values.shape[1]) < most[:, None]) & (rows > 0)
-    binding = (rows * chosen).sum(axis=1) > packed
+    order = preference[(-ranked).argsort(axis=1, kind="stable")]
+    which, positions = np.arange(len(values))[:, None], np.arange(values.shape[1])
+    rows = lengths[which, order]
+    chosen = (positions < batch[:, None]) & (rows > 0)
     members = np.zeros(values.shape, np.bool_)
-    np.put_along_axis(members, order, chosen, 1)
-    for program in np.flatnonzero(binding).tolist():
-        lanes = order[program][rows[program] > 0]
-        taken = _knapsack(values[program, lanes], lengths[program, lanes], int(batch[program]), int(packed[program]))
+    members[which, order] = chosen
+    for program in ((rows * chosen).sum(axis=1) > packed).nonzero()[0].tolist():
+        lanes, rows_left = order[program][rows[program] > 0], int(packed[program])
+        mine, longest = lengths[program, lanes], int(rows[program].max())
+        if mine.min() == longest:  # all alike: the best ones
+            taken = positions[: rows_left // longest]
+        else:
+            taken = _knapsack(values[program, lanes], mine, int(batch[program]), rows_left)
         members[program] = False
         members[program, lanes[taken]] = True
     return members, np.where(members, values, 0.0).sum(axis=1)

@@ -61,26 +61,34 @@ def _best_cohorts(
     base = decode_values(decision, slots, duration)
     tokens = decision.tokens[programs.lane_class[kind]][:, slots]
     values = base + decision.values.output_token[slots] * (tokens - 1.0)
-    work, totals = np.zeros_like(rows), np.zeros(len(kind))
     cut = packed < np.minimum(batch, len(slots)) * programs.width[kind]
     cut &= state.policy.speculation == "adaptive"
-    if not cut.all():
-        members, totals[~cut] = fixed_cohorts(values[~cut], rows[~cut], batch[~cut], packed[~cut], preference)
-        work[~cut] = np.where(members, rows[~cut], 0)
+    if not cut.any():
+        members, totals = fixed_cohorts(values, rows, batch, packed, preference)
+        work = np.where(members, rows, 0)
+    else:
+        work, totals, whole = np.zeros_like(rows), np.zeros(len(kind)), ~cut
+        members, totals[whole] = fixed_cohorts(values[whole], rows[whole], batch[whole], packed[whole], preference)
+        work[whole] = np.where(members, rows[whole], 0)
     for some in _alike(decision, kind, cut):
         gains, priority = _marginal_prices(decision, int(kind[some[0]]), slots)
         work[some], totals[some] = adaptive_cohorts(
             base[some], gains, priority, rows[some], batch[some], packed[some], preference
         )
     keep = _undominated(decision, kind, work) & work.any(axis=1)
-    lengths = np.where(programs.device_allocates[kind, None] & (work > 0), rows, work)
-    spread = scatter(work[keep], slots, state.limits.slots)
-    found = single_stage(kind[keep], spread, totals[keep], duration[keep], packed[keep] - work[keep].sum(axis=1))
-    return found._replace(lengths=scatter(lengths[keep], slots, state.limits.slots))
+    kind, rows, work = kind[keep], rows[keep], work[keep]
+    spread = scatter(work, slots, state.limits.slots)
+    found = single_stage(kind, spread, totals[keep], duration[keep], packed[keep] - work.sum(axis=1))
+    device = programs.device_allocates[kind, None]
+    if not device.any():
+        return found
+    return found._replace(lengths=scatter(np.where(device & (work > 0), rows, work), slots, state.limits.slots))
 
 
 def _alike(decision: Decision, kind: np.ndarray, cut: np.ndarray) -> list[np.ndarray]:
     """Positions of the programs with too few target rows, those of one source and allocation together."""
+    if not cut.any():
+        return []
     programs = decision.state.programs
     groups = programs.source[kind] * 2 + programs.device_allocates[kind]
     return [np.flatnonzero(cut & (groups == group)) for group in np.unique(groups[cut]).tolist()]
@@ -104,12 +112,11 @@ def _undominated(decision: Decision, kind: np.ndarray, work: np.ndarray) -> np.n
     """
     programs = decision.state.programs
     copies, depth = programs.source[kind] == COPY_SOURCE, programs.depth[kind]
+    if not depth.any():
+        return undominated(work, programs.extents[kind])
     actual = np.where(copies, np.maximum(work.max(axis=1) - 1, 0), depth)
     # Width one and an unsupplied copy program propose nothing: their source makes no difference.
     source = np.where(actual > 0, programs.source[kind], 0)
     device = programs.device_allocates[kind] & (actual > 0)
     cohorts = np.concatenate([work, actual[:, None], source[:, None], device[:, None]], axis=1)
-    extents = np.stack(
-        [programs.batch[kind], programs.tokens[kind], programs.packed[kind], np.where(copies, depth, 0)], axis=1
-    )
-    return undominated(cohorts, extents)
+    return undominated(cohorts, np.concatenate([programs.extents[kind], np.where(copies, depth, 0)[:, None]], axis=1))

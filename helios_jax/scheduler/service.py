@@ -113,8 +113,7 @@ def stream_families(state: State) -> tuple[np.ndarray, np.ndarray]:
         kinds, family[streams] = keys[:1], 0
     else:
         kinds, family[streams] = np.unique(keys, return_inverse=True)
-    feasible = np.zeros((len(kinds), len(state.catalog)), np.bool_)
-    feasible[:, programs.delivering] = True
+    feasible = np.repeat(programs.delivers[None], len(kinds), axis=0)
     for number, key in enumerate(kinds.tolist()):
         # Width one proposes nothing, whatever its source: it serves everybody.
         if key & _NO_LEARNED:
@@ -130,7 +129,8 @@ class Rates(NamedTuple):
     `token_r` and `delivery_r` include the first values of requests without history. `family`
     (int64 [slots], -1) and `feasible` (bool [families, programs]) say which programs can serve
     which stream; `reference` is the program behind each sigma, -1 where it is unknown. `rows` (int64)
-    and `tokens` [lane classes, slots] are the target rows and the physical expected output of each lane.
+    and `tokens` [lane classes, slots] are the target rows and the physical expected output of each lane,
+    from the `prefixes` [sources, slots, depth] that survive.
     """
 
     token_r: np.ndarray
@@ -143,6 +143,7 @@ class Rates(NamedTuple):
     reference: np.ndarray
     rows: np.ndarray
     tokens: np.ndarray
+    prefixes: np.ndarray
 
 
 def current_rates(state: State) -> Rates:
@@ -167,7 +168,8 @@ def _rates(state: State) -> Rates:
     usual = usual_programs(state, feasible)
     sigma, reference = reference_intervals(family, usual, duration, state.programs.batch)
     rows = lane_rows(state, family, feasible)
-    tokens = lane_tokens(state, rows, prefix_survival(state, 1.0))
+    prefixes = prefix_survival(state, 1.0)
+    tokens = lane_tokens(state, rows, prefixes)
     expected = tokens[state.programs.lane_class[reference], np.arange(len(family))]
     with np.errstate(divide="ignore", over="ignore"):
         delivery_n = 1.0 / sigma
@@ -178,7 +180,7 @@ def _rates(state: State) -> Rates:
         first = clamp(participants / token_n)
     token_r = np.where(np.isnan(requests.token_r), first, requests.token_r)
     delivery_r = np.where(np.isnan(requests.delivery_r), sigma, requests.delivery_r)
-    return Rates(token_r, delivery_r, sigma, token_n, delivery_n, family, feasible, reference, rows, tokens)
+    return Rates(token_r, delivery_r, sigma, token_n, delivery_n, family, feasible, reference, rows, tokens, prefixes)
 
 
 def prompt_normalisers(state: State, duration_ms: np.ndarray) -> np.ndarray:

@@ -206,7 +206,7 @@ class GeneratedToken(NamedTuple):
 
     handle: RequestHandle
     token: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples, which nobody calls
 
 
 @dataclasses.dataclass(frozen=True)
