@@ -17,7 +17,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from helios_jax.scheduler import ProgramKind, ProgramShape, State
+from helios_jax.scheduler import Constraint, ProgramKind, ProgramShape, State
 from helios_jax.scheduler.service import current_rates
 from helios_jax.scheduler.state import Phase
 
@@ -28,7 +28,9 @@ PREREQUISITES = {
     ProgramKind.VISION: Phase.VISION,
     ProgramKind.SNAPSHOT: Phase.SNAPSHOT,
 }
-FOLLOWING = (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL, ProgramKind.DECODE, ProgramKind.MIXED)
+FOLLOWING = (
+    ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL, ProgramKind.DECODE, ProgramKind.SPECULATIVE, ProgramKind.MIXED,
+)  # fmt: skip
 PROMPT, DECODE, LATER = "prompt", "decode", "later"  # what a request can do after its present stage
 
 
@@ -108,9 +110,23 @@ class PairOracle:
     def fits(self, first: ProgramShape, slot: int) -> bool:
         return first.kind is not ProgramKind.VISION or self.images(slot)[0] <= first.token_capacity
 
-    def decode_value(self, slot: int, times: Times) -> Fraction:
-        p = self.policy
-        value = Fraction(p.output_token_value) + Fraction(p.token_fairness) * exact(self.rates.token_r[slot])
+    def target_rows(self, slot: int, shape: ProgramShape) -> int:
+        """Rows of one decoding lane: its pending token, and proposals as far as program, output and context allow."""
+        if shape.kind is ProgramKind.DECODE:
+            return 1
+        requests, limits = self.requests, self.state.limits
+        left = min(int(requests.max_tokens[slot] - requests.output_len[slot]),
+                   int(limits.max_context - requests.committed_len[slot]))  # fmt: skip
+        refuses = requests.constraints[slot] & int(Constraint.NO_LEARNED)
+        return 0 if shape.proposal_depth and refuses else min(shape.proposal_depth + 1, shape.token_capacity, left)
+
+    def decode_value(self, slot: int, shape: ProgramShape, times: Times) -> Fraction:
+        """Expected output 1 + s_1 + s_2 + ..., one delivery, and the age credit."""
+        p, survival = self.policy, self.state.acceptance.accept_mean[slot, 0]
+        expected = 1 + sum((exact(survival[d]) for d in range(self.target_rows(slot, shape) - 1)), Fraction(0))
+        value = expected * (
+            Fraction(p.output_token_value) + Fraction(p.token_fairness) * exact(self.rates.token_r[slot])
+        )
         value += Fraction(p.delivery_fairness) * exact(self.rates.delivery_r[slot])
         age = Fraction(self.state.now_ns - int(self.requests.visible_ns[slot]), 10**6)
         age += times.total if times.known else 0
@@ -157,14 +173,15 @@ class PairOracle:
         """Every work of the following program in which 1 to `room` newly ready rows take part."""
         unscored = [s for s in new if self.enables(s) == PROMPT and not self.requests.scored[s]]
         decoders = self.in_phase[Phase.DECODE] + [s for s in new if self.enables(s) == DECODE]
-        rows = shape.batch_capacity
-        if shape.kind is ProgramKind.DECODE or case == "absent":
-            every = (tuple((s, 1) for s in some) for some in subsets(decoders, rows))
+        decoders = [s for s in decoders if self.target_rows(s, shape)]
+        rows, lanes = shape.batch_capacity, {s: self.target_rows(s, shape) for s in decoders}
+        if shape.kind in (ProgramKind.DECODE, ProgramKind.SPECULATIVE) or case == "absent":
+            every = (tuple((s, lanes[s]) for s in some) for some in subsets(decoders, rows))
         elif shape.kind is ProgramKind.MIXED:
             ready = [s for s in self.in_phase[Phase.PROMPT] if not self.requests.scored[s]]
             prompts = unscored if case == "enabled" else ready
             every = (
-                (*((s, 1) for s in some), (prompt, tokens))
+                (*((s, lanes[s]) for s in some), (prompt, tokens))
                 for prompt in prompts
                 for tokens in self.lengths(prompt, shape.prefill_capacity)
                 for some in subsets(decoders, rows - 1)
@@ -208,7 +225,7 @@ class PairOracle:
     def best_pair(self, first: ProgramShape, follow: ProgramShape, case: str, new: list[int]) -> Choice | None:
         times = self.times(first, follow)
         worth = {s: self.terminal_value(s, times) for s in self.ending(first)}
-        decode = {s: self.decode_value(s, times) for s in self.in_phase[Phase.DECODE] + new}
+        decode = {s: self.decode_value(s, follow, times) for s in self.in_phase[Phase.DECODE] + new}
         endings = [best_subset(worth, size) for size in range(first.batch_capacity + 1)]
         best: tuple[Fraction, int, Work, tuple[int, ...]] | None = None
         for work in self.cohorts(follow, case, new, first.batch_capacity):
@@ -322,11 +339,16 @@ class PairOracle:
         """Without redundant padding: same kinds, rows and work, no extent smaller and one larger."""
 
         def extents(choice: Choice) -> list[int]:
-            return [n for s in choice.shapes for n in (s.batch_capacity, s.token_capacity, s.prefill_capacity)]
+            capacities = "batch_capacity", "token_capacity", "prefill_capacity", "packed_capacity"
+            return [getattr(shape, name) for shape in choice.shapes for name in capacities]
+
+        def depth(choice: Choice) -> int:
+            decodes = any(self.requests.consumed_len[s] == self.requests.prompt_len[s] for s, _ in choice.work)
+            return choice.shapes[-1].proposal_depth if decodes else 0
 
         def same(a: Choice, b: Choice) -> bool:
             kinds = [s.kind for s in a.shapes] == [s.kind for s in b.shapes]
-            return kinds and (a.case, a.work, a.members) == (b.case, b.work, b.members)
+            return kinds and (a.case, a.work, a.members, depth(a)) == (b.case, b.work, b.members, depth(b))
 
         def loses(a: Choice) -> bool:
             return any(
@@ -350,8 +372,15 @@ class PairOracle:
         def room(program: ProgramShape) -> int:
             return program.prefill_capacity or program.token_capacity
 
+        def alike(other: ProgramShape) -> bool:
+            """Whether a decoding lane is the same in a mixed program."""
+            extents = [(s.proposal_depth, min(s.proposal_depth + 1, s.token_capacity)) for s in (shape, other)]
+            return shape.kind is not ProgramKind.MIXED or extents[0] == extents[1]
+
         return any(
-            demand <= room(other) < room(shape) and len(choice.work) <= other.batch_capacity <= shape.batch_capacity
+            demand <= room(other) < room(shape)
+            and len(choice.work) <= other.batch_capacity <= shape.batch_capacity
+            and alike(other)
             for other in self.state.catalog.of_kind(shape.kind)
         )
 

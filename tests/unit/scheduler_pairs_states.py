@@ -19,6 +19,7 @@ from helios_jax.scheduler import (
     State,
     new_state,
 )
+from helios_jax.scheduler.catalog import ProposalSource
 from helios_jax.scheduler.state import Phase, Requests
 from tests.unit.scheduler_toy import admitted, measured, request, small_catalog, small_limits
 
@@ -29,8 +30,10 @@ LONGER = ("initialize with images", "restore with images", "more images", "windo
 READY = ("prompt", "stream")
 
 
-def random_catalog(rng: random.Random, *, prefill_rows: tuple[int, ...] = (1,), mixed: bool = True) -> Catalog:
-    """Two programs or so of every kind, a few extents each."""
+def random_catalog(
+    rng: random.Random, *, prefill_rows: tuple[int, ...] = (1,), mixed: bool = True, rounds: bool = False
+) -> Catalog:
+    """Two programs or so of every kind, a few extents each; `rounds` adds rectangular speculation."""
     kinds, tokens = ProgramKind, sorted(rng.sample(range(1, 7), 2))
     base = small_catalog(
         decode=rng.sample((1, 2, 3, 4, 8), 2),
@@ -44,10 +47,16 @@ def random_catalog(rng: random.Random, *, prefill_rows: tuple[int, ...] = (1,), 
     ]
     shapes += [ProgramShape(kinds.VISION, 1, 4)]
     if mixed:
-        shapes += [
-            ProgramShape(kinds.MIXED, b, 1, prefill_capacity=t)
-            for b, t in rng.sample(((2, 2), (2, 4), (4, 4), (8, 6)), 2)
-        ]
+        extents = rng.sample(((2, 2), (2, 4), (4, 4), (8, 6)), 2)
+        shapes += [ProgramShape(kinds.MIXED, b, 1, prefill_capacity=t) for b, t in extents]
+    if rounds:
+        depth, learned = rng.choice((1, 2)), ProposalSource.LEARNED
+        for b in rng.sample((1, 2, 4), 2):
+            shapes.append(
+                ProgramShape(kinds.SPECULATIVE, b, depth + 1, depth, b * (depth + 1), proposal_source=learned)
+            )
+        shapes.append(ProgramShape(kinds.SPECULATIVE, 4, 1, 0, 4, proposal_source=learned))
+        shapes.append(ProgramShape(kinds.MIXED, 4, depth + 1, depth, 0, 4, proposal_source=learned))
     return Catalog((*base, *shapes))
 
 
@@ -98,7 +107,7 @@ def _dress(rng: random.Random, requests: Requests, slot: int) -> None:
         requests.output_len[slot] = rng.randint(1, 5)
         requests.delivery_r[slot] = rng.choice([np.nan, 10 ** rng.uniform(-3, 6)])
         requests.visible_ns[slot] = HOUR_NS - rng.randint(0, 2 * 10**9)
-        requests.constraints[slot] = rng.choice([0, 0, int(Constraint.GRAMMAR)])
+        requests.constraints[slot] = int(rng.choice([0, 0, Constraint.GRAMMAR, Constraint.NO_LEARNED]))
 
 
 def _prompting(rng: random.Random, requests: Requests, slot: int, spec: RequestSpec, short: int) -> RequestSpec:
