@@ -12,8 +12,7 @@ The captures of a request:
 3. `reach` when a prefill has stopped: a due cut blocks the request until it is copied; one that
    is not due any more gives its row back. The next cut is armed.
 4. `begin_copies` at commit, `end_copy` at completion: published, or dropped when it failed.
-5. `earn` after productive decode; `wait_for_terminal` decides, when the request ends well or is
-   preempted, whether it first waits for a snapshot.
+5. Module `terminal` decides whether a request that ended waits for a last one.
 6. `release` when its slot is freed: all that it still holds goes back.
 """
 
@@ -21,14 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from helios_jax.errors import RequestError
 from helios_jax.scheduler import checkpoints as library
 from helios_jax.scheduler import row_allocator, state_rows
 from helios_jax.scheduler.capture_draft import Draft, cut_costs, snapshot_ns
 from helios_jax.scheduler.checkpoints import Claim
-from helios_jax.scheduler.cuts import anchor_ahead, copy_is_due, earned_ns, plan_cuts, terminal_is_due
+from helios_jax.scheduler.cuts import anchor_ahead, copy_is_due, plan_cuts
 from helios_jax.scheduler.retention import Retention
 from helios_jax.scheduler.stages import window_end
 from helios_jax.scheduler.state import RETIRING, TERMINAL, Requests, State
@@ -248,53 +245,6 @@ def rebind(draft: Draft, requests: Requests, old: RequestHandle, *, last_window:
         draft.rows = state_rows.free_private(draft.rows, int(requests.private_row[old.slot]))
         requests.private_row[old.slot] = 0
     return armed_endpoint(draft, fresh)
-
-
-def earn(draft: Draft, lanes: tuple[Lane, ...], served: np.ndarray, execution_ns: int) -> None:
-    """Requests whose decode was productive earn their fraction of a measured execution.
-
-    Args:
-        served: int64 [slots], tokens that the execution served.
-    """
-    slots = [lane.handle.slot for lane in lanes if lane.role is LaneRole.DECODE] if draft.enabled else []
-    if slots:
-        slots = [slot for slot in slots if served[slot] > 0]
-        fraction = draft.state.policy.checkpoint_extra_work_fraction
-        draft.credit_ns[slots] = earned_ns(draft.credit_ns[slots], execution_ns, fraction)
-
-
-def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *, drained: bool) -> bool:
-    """Whether a request that ended well, or is preempted, waits for a snapshot of its last state.
-
-    A copy that was armed for exactly this state, or is in flight, becomes its terminal one.
-
-    Args:
-        drained: No submitted program names the request. One that does moves the state on, unless
-            the device stops by itself, which its record will show (`drop_lane`).
-    """
-    if not draft.enabled:
-        return False
-    slot, committed, row = handle.slot, int(requests.committed_len[handle.slot]), armed_row(draft, handle)
-    if row and (draft.rows.use_of(row) is RowUse.COPYING or (drained and draft.rows.endpoint[row - 1] == committed)):
-        requests.state_row[slot] = row
-        return True
-    if row or not terminal_is_due(
-        credit_ns=float(draft.credit_ns[slot]),
-        snapshot_ns=snapshot_ns(draft.state, fresh=False),
-        committed_len=committed,
-        captured_len=int(draft.captured_len[slot]),
-    ):
-        return False
-    if not (drained or draft.state.limits.stops_on_device):
-        draft.skip("terminal_overrun")
-        return False
-    claim = Claim(int(draft.demand_ns[slot]), Role.TERMINAL, committed)
-    granted = row_allocator.arm(draft.rows, draft.checkpoints, handle, claim, in_use=draft.in_use)
-    if granted is None:
-        draft.skip("terminal_no_row")
-        return False
-    requests.state_row[slot] = draft.accept(granted)
-    return True
 
 
 def release(draft: Draft, handle: RequestHandle) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler import captures, cost
+from helios_jax.scheduler import captures, cost, terminal
 from helios_jax.scheduler.advance import advance_lane, advance_rounds
 from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.catalog import ProgramKind
@@ -130,7 +130,7 @@ def _complete(
     duration_ms = execution / cost.NS_PER_MS if raw > 0 else 0.0
     if duration_ms > 0:
         _charge(state, requests, frame, duration_ms, served)
-        captures.earn(draft, frame.plan.lanes, served, execution)
+        terminal.earn(draft, frame.plan.lanes, served, execution)
     interval = _interval(frame, duration_ms, requests, served, visible_before, state.now_ns)
     frames = tuple(other for other in state.frames if other is not frame)
     for slot, reason in ended:

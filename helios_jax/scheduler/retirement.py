@@ -1,7 +1,7 @@
 """The end of a request: a last snapshot if it is worth one, then its slot, pages and rows are free.
 
 1. `retire` stops selection. A request that ended well, or is preempted, becomes TERMINAL if a
-   snapshot of its last state is earned (`captures.wait_for_terminal`); others are RETIRING.
+   snapshot of its last state is earned (`terminal.wait_for_terminal`); others are RETIRING.
 2. `release` frees the slots of RETIRING requests that no outstanding fence names.
 """
 
@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from helios_jax.scheduler import captures
+from helios_jax.scheduler import captures, terminal
 from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.resources import give_back
 from helios_jax.scheduler.state import OWNED_COLUMNS, RETIRING, TERMINAL, Frame, Requests, State
@@ -32,7 +32,7 @@ def end_request(
     """Set the phase of a request that ends, in place; its terminal age starts here."""
     handle = RequestHandle(slot, int(requests.generation[slot]))
     drained = all(lane.handle.slot != slot for frame in outstanding for lane in frame.plan.lanes)
-    if keep_state and captures.wait_for_terminal(draft, requests, handle, drained=drained):
+    if keep_state and terminal.wait_for_terminal(draft, requests, handle, drained=drained):
         requests.phase[slot], requests.terminal_ns[slot] = TERMINAL, draft.state.now_ns
     else:
         requests.phase[slot] = RETIRING
