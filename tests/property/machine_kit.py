@@ -189,6 +189,8 @@ def damage(rng: random.Random, report: Report, flight: Flight) -> Report:
     record = records[row]
     lane = next(lane for lane in flight.plan.lanes if lane.handle == record.handle)
     fault = rng.choice(["missing", "twice", "foreign", "consumed", "token", "accepted", "offered", "wall", "sidecar"])
+    if fault == "consumed" and not record.valid:
+        fault = "token"  # nobody asks what a failed lane consumed
     if fault == "missing":
         return report._replace(records=records[1:])
     if fault == "twice":
