@@ -418,6 +418,20 @@ def test_a_new_row_that_begins_with_an_image_takes_all_of_it() -> None:
     assert lengths.tolist() == [[[3, 3]]]
 
 
+def test_what_is_left_does_not_split_an_image() -> None:
+    """Three tokens are left for the new row, the last two would begin an image of three: it takes one more."""
+    rows = PromptRows(
+        remaining=np.array([1, 1, 6]),
+        token_value=np.array([10.0, 9.0, 1.0]),
+        bonus=np.zeros(3),
+        newly_ready=np.array([False, False, True]),
+        atoms=np.array([[[0, 0]], [[0, 0]], [[2, 5]]]),
+    )
+    lengths, value = enabled_cohorts(rows, np.array([5]), np.array([2]), [1])
+    assert lengths.tolist() == [[[1, 0, 2]]]
+    assert value.tolist() == [[12.0]]
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_larger_prerequisite_is_looked_at_when_time_can_change_its_cohort(alike: bool) -> None:
     """Two snapshot programs with room for everybody, then one row of decode.
