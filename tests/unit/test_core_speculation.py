@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from helios_jax.aot.claim import claim
 from helios_jax.aot.compile import ProgramFactory
 from helios_jax.aot.core import core_directory, load_core, open_core, prepare
 from helios_jax.aot.identity import core_catalog
@@ -428,6 +429,17 @@ def test_damaged_draft_weights_are_read_again_or_refused(draft_core: Path, tmp_p
         assert draft.loads == 1
         assert first_page(core) == 3.5
     load(root).close()
+
+
+def test_a_core_that_lost_its_manifest_is_still_known_as_ours(draft_core: Path, tmp_path: Path) -> None:
+    root = copied(draft_core, tmp_path)
+    (root / MANIFEST_NAME).unlink()
+    assert (root / DRAFT_WEIGHTS_DIR).is_dir()
+    assert claim(root)
+    (root / DRAFT_WEIGHTS_DIR / "_CHECKPOINT_METADATA").unlink(missing_ok=True)
+    (root / DRAFT_WEIGHTS_DIR / "_METADATA").unlink(missing_ok=True)
+    with pytest.raises(CoreError, match="is not empty and holds no core"):  # somebody's directory of that name
+        claim(root)
 
 
 def test_a_manifest_from_before_speculation_is_still_read(copy_core: Path, tmp_path: Path) -> None:
