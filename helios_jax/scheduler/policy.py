@@ -24,6 +24,7 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, new_decision, prefill_candidates, scores
 from helios_jax.scheduler.catalog import ProgramKind
+from helios_jax.scheduler.cost import stale
 from helios_jax.scheduler.lanes import program_tokens
 from helios_jax.scheduler.learning import acceptance_probe
 from helios_jax.scheduler.mixed import mixed_candidates
@@ -69,14 +70,14 @@ def plan_next(state: State) -> ScheduledPlan | None:
 
 def _select(state: State) -> ScheduledPlan | None:
     """The winner of all candidates, whatever it needs."""
-    decision = new_decision(state)
-    candidates = _all_candidates(decision)
+    decision, refreshing = new_decision(state), _may_refresh(state)
+    candidates = _all_candidates(decision, winner_only=not refreshing)
     if candidates is None:
         return None
     rates = scores(candidates, decision.values.waiting)
     known, reason = candidates.known, SelectionReason.ORDINARY
     winner = _best(decision, candidates, rates, known if known.all() else ~known)
-    if known.all() and is_funded(state.ledgers, SelectionReason.TIMING_REFRESH):
+    if known.all() and refreshing:
         alternatives = stale_alternatives(decision, candidates, winner)
         if alternatives.any():
             winner, reason = _best(decision, candidates, rates, alternatives), SelectionReason.TIMING_REFRESH
@@ -87,8 +88,15 @@ def _select(state: State) -> ScheduledPlan | None:
     return _plan(decision, candidates, winner, rates, reason)
 
 
-def _all_candidates(decision: Decision) -> Candidates | None:
-    blocks = [*round_candidates(decision), mixed_candidates(decision)]
+def _may_refresh(state: State) -> bool:
+    """Whether a program that loses may run instead of the winner, because its estimate is stale."""
+    if not is_funded(state.ledgers, SelectionReason.TIMING_REFRESH):
+        return False
+    return bool(stale(state.costs, state.now_ns, state.policy.estimate_ttl_ns).any())
+
+
+def _all_candidates(decision: Decision, *, winner_only: bool) -> Candidates | None:
+    blocks = [*round_candidates(decision, winner_only=winner_only), mixed_candidates(decision)]
     blocks += [prefill_candidates(decision, scored=scored) for scored in (False, True)]
     blocks += prerequisite_candidates(decision)
     found = [block for block in blocks if block is not None]

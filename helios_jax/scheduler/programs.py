@@ -33,6 +33,9 @@ class ProgramTable:
         lane_class: [programs] which programs mean the same for one lane: equal width, depth, source and allocation.
         class_program: [classes] a program of each class.
         extents: [programs, 4] batch, tokens, prompt and packed beside each other: what padding is measured by.
+        padding_of: bool [programs, programs], [i, j] that i may be redundant padding of j: the kind is the
+            same, no extent is smaller, and a cohort may mean the same in both. Copy programs count with
+            what they are supplied with, so of these any two may.
         class_source: [classes] row of the acceptance estimates that a lane of each class reads.
         delivers: bool [programs], those that decode.
         decode, prefill, ... : Row numbers of the kind; `delivering` are all that decode.
@@ -49,6 +52,7 @@ class ProgramTable:
     lane_class: np.ndarray
     class_program: np.ndarray
     extents: np.ndarray
+    padding_of: np.ndarray
     class_source: np.ndarray
     delivers: np.ndarray
     decode: np.ndarray
@@ -106,12 +110,14 @@ def tabulate(catalog: Catalog) -> ProgramTable:
     device = np.array([shape.allocation is Allocation.PREFIX_LIMIT for shape in catalog])
     lanes = np.stack([np.array(columns[name]) for name in ("width", "depth", "source")] + [device], axis=1)
     _, class_program, lane_class = np.unique(lanes, axis=0, return_index=True, return_inverse=True)
+    extents = np.array([columns[name] for name in ("batch", "tokens", "prompt", "packed")], np.int64).T.copy()
     table = ProgramTable(
         **{name: np.array(column, np.int64) for name, column in columns.items()},
         device_allocates=device,
         lane_class=lane_class.ravel(),
         class_program=class_program,
-        extents=np.array([columns[name] for name in ("batch", "tokens", "prompt", "packed")], np.int64).T.copy(),
+        extents=extents,
+        padding_of=_padding_of(catalog, extents),
         class_source=np.array([SOURCE_ROW[columns["source"][program]] for program in class_program.tolist()]),
         delivers=np.isin(np.arange(len(catalog)), rows["delivering"]),
         **rows,
@@ -119,6 +125,17 @@ def tabulate(catalog: Catalog) -> ProgramTable:
     for field in dataclasses.fields(table):
         getattr(table, field.name).setflags(write=False)
     return table
+
+
+def _padding_of(catalog: Catalog, extents: np.ndarray) -> np.ndarray:
+    """`ProgramTable.padding_of`."""
+    kind = np.array([KINDS.index(shape.kind) for shape in catalog])
+    depth = np.array([shape.proposal_depth for shape in catalog])
+    device = np.array([shape.allocation is Allocation.PREFIX_LIMIT for shape in catalog]) & (depth > 0)
+    copies = np.array([shape.proposal_source is ProposalSource.COPY for shape in catalog])
+    alike = (depth[:, None] == depth) & (device[:, None] == device) | copies[:, None] | copies
+    no_smaller = (extents[:, None] >= extents).all(axis=2)
+    return (kind[:, None] == kind) & alike & no_smaller & ~np.eye(len(catalog), dtype=np.bool_)
 
 
 def lane_width(shape: ProgramShape) -> int:

@@ -18,17 +18,21 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, decode_values, scatter, single_stage
 from helios_jax.scheduler.lanes import COPY_SOURCE, class_sources
+from helios_jax.scheduler.pruning import may_win, most_value
 from helios_jax.scheduler.ragged import adaptive_cohorts, fixed_cohorts
 from helios_jax.scheduler.speculation import survival
 from helios_jax.scheduler.state import DECODE
 from helios_jax.scheduler.utility import undominated
 
 
-def round_candidates(decision: Decision, wanted: np.ndarray | None = None) -> list[Candidates]:
+def round_candidates(
+    decision: Decision, wanted: np.ndarray | None = None, *, winner_only: bool = False
+) -> list[Candidates]:
     """One candidate a decode or speculative program that serves anybody, redundant ones removed.
 
     Args:
         wanted: bool [programs] those that are looked at; all without it.
+        winner_only: Leave out what cannot win by score (`pruning`).
     """
     state, programs = decision.state, decision.state.programs
     preferred = decision.slots(state.requests.phase == DECODE)
@@ -41,13 +45,14 @@ def round_candidates(decision: Decision, wanted: np.ndarray | None = None) -> li
             rows = decision.rows[programs.lane_class[kind]][:, slots]
             usable = rows.any(axis=1)
             if usable.any():
-                found.append(_best_cohorts(decision, kind[usable], slots, preference, rows[usable]))
+                found.append(_best_cohorts(decision, kind[usable], slots, preference, rows[usable], winner_only))
     return found
 
 
 def _best_cohorts(
-    decision: Decision, kind: np.ndarray, slots: np.ndarray, preference: np.ndarray, rows: np.ndarray
-) -> Candidates:
+    decision: Decision, kind: np.ndarray, slots: np.ndarray, preference: np.ndarray, rows: np.ndarray,
+    winner_only: bool,
+) -> Candidates:  # fmt: skip
     """Candidates of programs of one kind.
 
     Args:
@@ -70,8 +75,16 @@ def _best_cohorts(
         work, totals, whole = np.zeros_like(rows), np.zeros(len(kind)), ~cut
         members, totals[whole] = fixed_cohorts(values[whole], rows[whole], batch[whole], packed[whole], preference)
         work[whole] = np.where(members, rows[whole], 0)
-    for some in _alike(decision, kind, cut):
-        gains, priority = _marginal_prices(decision, int(kind[some[0]]), slots)
+    groups = [(some, *_marginal_prices(decision, int(kind[some[0]]), slots)) for some in _alike(decision, kind, cut)]
+    if groups and winner_only:
+        bounds = totals.copy()
+        for some, gains, _ in groups:
+            bounds[some] = most_value(base[some], gains, rows[some], batch[some], packed[some])
+        cut = may_win(decision, kind, cut, bounds, work)
+    for some, gains, priority in groups:
+        some = some[cut[some]]
+        if not len(some):
+            continue
         work[some], totals[some] = adaptive_cohorts(
             base[some], gains, priority, rows[some], batch[some], packed[some], preference
         )

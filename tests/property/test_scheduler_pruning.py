@@ -1,0 +1,94 @@
+"""Leaving out searches that cannot win: the same winner as with all of them, on random rounds."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from helios_jax.scheduler.candidates import Candidates, Decision, new_decision, scores
+from helios_jax.scheduler.pruning import most_value
+from helios_jax.scheduler.ragged import adaptive_cohorts
+from helios_jax.scheduler.rounds import round_candidates
+from helios_jax.scheduler.utility import undominated
+from tests.unit.scheduler_rounds_oracle import (
+    COPY,
+    DEVICE,
+    HOST,
+    LEARNED,
+    ragged,
+    random_policy,
+    rectangular,
+    round_state,
+)
+
+
+def random_decision(seed: int) -> Decision:
+    rng = random.Random(seed)
+    source = rng.choice([LEARNED, LEARNED, COPY])
+    shapes = [*rectangular(rng, source, (1, 2, 4, 6))]
+    for allocation in (HOST, DEVICE):
+        shapes += ragged(rng, source, (2, 4, 6), allocation)
+    unmeasured = rng.choice([0.0, 0.0, 0.2])
+    return new_decision(round_state(rng, shapes, num=8, unmeasured=unmeasured, policy=random_policy(rng, "adaptive")))
+
+
+def best(decision: Decision, found: list[Candidates]) -> tuple[float, set[tuple[int, bytes]]]:
+    """The highest score of the candidates that compete, and all candidates that have it."""
+    every = Candidates(*[np.concatenate(column) for column in zip(*found, strict=True)])
+    rates = scores(every, decision.values.waiting)
+    rates[every.known & ~every.known.all()] = -np.inf  # something unmeasured wins over what is measured
+    rows = np.flatnonzero(rates == rates.max())
+    return float(rates.max()), {(int(every.first[row]), every.work[row].tobytes()) for row in rows}
+
+
+def check(seeds: range) -> None:
+    left_out = 0
+    for seed in seeds:
+        decision = random_decision(seed)
+        every, some = round_candidates(decision), round_candidates(decision, winner_only=True)
+        assert best(decision, every) == best(decision, some), seed
+        left_out += sum(len(block.first) for block in every) - sum(len(block.first) for block in some)
+    assert left_out > len(seeds)
+
+
+def test_what_is_left_out_never_wins() -> None:
+    check(range(150))
+
+
+@pytest.mark.slow
+def test_what_is_left_out_never_wins_in_thousands_of_cases() -> None:
+    check(range(10_000, 13_000))
+
+
+def test_bounds_are_never_below_what_a_search_finds() -> None:
+    rng = np.random.default_rng(3)
+    tight = 0
+    for _ in range(200):
+        n, depth, count = int(rng.integers(1, 9)), int(rng.integers(1, 5)), 4
+        base = rng.exponential(1.0, (count, n))
+        gains = -np.sort(-rng.exponential(1.0, (n, depth)), axis=1)
+        lengths = np.broadcast_to(rng.integers(0, depth + 2, n), (count, n))
+        batch = rng.integers(1, n + 1, count)
+        packed = batch + rng.integers(0, n * depth + 1, count)
+        _, found = adaptive_cohorts(base, gains, gains, lengths, batch, packed, np.arange(n))
+        bound = most_value(base, gains, lengths, batch, packed)
+        assert (bound >= found * (1.0 - 1e-12)).all()
+        tight += int(np.isclose(bound, found).sum())
+    assert tight > 200  # where rows are for everybody the bound is the optimum
+
+
+def test_the_table_of_padding_holds_whatever_the_filter_discards() -> None:
+    """Programs of one kind whose cohorts are equal: the smaller one discards the larger, and the table says so."""
+    for seed in range(60):
+        decision = random_decision(seed)
+        programs = decision.state.programs
+        kind = programs.speculative
+        same = np.zeros((len(kind), 1), np.int64)
+        for one, other in np.argwhere(programs.extents[kind][:, None, 0] > programs.extents[kind][:, 0]).tolist():
+            pair = kind[[one, other]]
+            learned = bool((programs.depth[pair] == programs.depth[pair[0]]).all())
+            if learned and programs.device_allocates[pair[0]] == programs.device_allocates[pair[1]]:
+                discarded = not undominated(same[:2], programs.extents[pair])[0]
+                assert programs.padding_of[pair[0], pair[1]] or not discarded
