@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from helios_jax.aot.abi import MAX_LOGIT_BIAS, Dims
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model, MtpHeads
 
 LayerPages = tuple[jax.Array, jax.Array]
 
@@ -44,9 +44,11 @@ class DeviceState:
         bias_ids, bias_values: [S+1, MAX_LOGIT_BIAS]; id -1 = unused.
         prompt_seen: [S+1, V] bool, the token occurs in the prompt.
         output_counts: [S+1, V] int32, occurrences in the output, the pending token included.
-        draft_kv: As `kv`, of the layers of a draft model, over the same page tables; empty in a
-            core without one. Before every program it holds positions 0 .. committed_len - 2 of each
-            slot, and what it holds beyond is not read.
+        draft_kv: As `kv`, of the layers of a draft model or of multi-token-prediction heads, over the
+            same page tables; empty in a core without them. Before every program it holds rows
+            0 .. committed_len - 2 of each slot, and what it holds beyond is not read.
+        mtp_hidden: With such heads one array [S+1, D], the target's final hidden of position
+            committed_len - 1; else empty.
     """
 
     kv: tuple[LayerPages, ...]
@@ -67,6 +69,7 @@ class DeviceState:
     prompt_seen: jax.Array
     output_counts: jax.Array
     draft_kv: tuple[LayerPages, ...] = ()
+    mtp_hidden: tuple[jax.Array, ...] = ()
 
 
 def storage_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -75,15 +78,15 @@ def storage_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.uint16) if wide.itemsize == 2 else wide
 
 
-def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft: Model | None = None) -> DeviceState:
+def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft: Draft | None = None) -> DeviceState:
     """The state as ShapeDtypeStructs; allocates nothing.
 
     Args:
-        dtype: Dtype of cached keys and values.
-        draft: The draft model of a core that has one.
+        dtype: Dtype of weights, activations and cached keys and values.
+        draft: The draft model, or heads, of a core that has them.
     """
 
-    def pools(of: Model | None) -> Any:
+    def pools(of: Draft | None) -> Any:
         extents = [(spec.num_kv_heads, spec.head_dim) for spec in of.attention_layers] if of is not None else []
         shapes = [(dims.num_pages, dims.page_size, heads, dim) for heads, dim in extents]
         return tuple((jax.ShapeDtypeStruct(shape, storage_dtype(dtype)),) * 2 for shape in shapes)
@@ -94,6 +97,7 @@ def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft:
     return DeviceState(
         kv=pools(model),
         draft_kv=pools(draft),
+        mtp_hidden=(row(dtype, draft.hidden_size),) if isinstance(draft, MtpHeads) else (),
         pending_token=row(jnp.int32),
         previous_token=row(jnp.int32),
         committed_len=row(jnp.int32),
@@ -113,7 +117,7 @@ def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft:
     )
 
 
-def new_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft: Model | None = None) -> DeviceState:
+def new_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft: Draft | None = None) -> DeviceState:
     """A state of empty pages and slots; traceable, so that one program can fill the device."""
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(model, dims, dtype, draft))
     return dataclasses.replace(

@@ -58,7 +58,7 @@ class Offer:
 
 
 class Rounds(Host):
-    """A host whose core may have a draft model; every program runs with it then.
+    """A host whose core may have a draft model, or heads; every program runs with it then.
 
     One size for all tests: other sizes would be other programs, and compiling is what costs.
     """
@@ -74,7 +74,8 @@ class Rounds(Host):
             fresh = new_state(self.model, self.dims, self.dtype, draft)
             nan = 0x7FC0 if jnp.dtype(self.dtype).itemsize == 2 else np.nan
             poisoned = jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, nan, p.dtype)), fresh.draft_kv)
-            self.state = self.state.replace(draft_kv=poisoned)
+            kept = tuple(jnp.full_like(rows, np.nan) for rows in fresh.mtp_hidden)
+            self.state = self.state.replace(draft_kv=poisoned, mtp_hidden=kept)
 
     def run(self, shape: ProgramShape, **fields: Any) -> dict[str, np.ndarray]:
         ints, floats, parts = control_layout(shape, self.dims).new()

@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 
 def tables(host: Host) -> dict[str, np.ndarray]:
     """The slot table as numpy copies."""
-    names = [name for name in host.state.__dataclass_fields__ if name not in ("kv", "draft_kv")]
+    names = [name for name in host.state.__dataclass_fields__ if name not in ("kv", "draft_kv", "mtp_hidden")]
     return {name: np.array(getattr(host.state, name)) for name in names}
 
 

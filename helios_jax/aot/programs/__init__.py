@@ -3,7 +3,7 @@
     (params, state, ints, floats) -> (state, (ints, floats))
 
 The state is donated. Control and completion vectors are laid out by `aot/abi.py`. In a core with
-a draft model `params` is {"target": ..., "draft": ...} for every program.
+a draft model or heads `params` is {"target": ..., "draft": ...} for every program.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from helios_jax.aot.programs.initialize import build_initialize
 from helios_jax.aot.programs.prefill import build_prefill
 from helios_jax.aot.programs.speculative import build_speculative
 from helios_jax.aot.programs.types import Program
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
 
 __all__ = ["Program", "build_program"]
 
 
-def build_program(shape: ProgramShape, model: Model, dims: Dims, dtype: str, draft: Model | None = None) -> Program:
+def build_program(shape: ProgramShape, model: Model, dims: Dims, dtype: str, draft: Draft | None = None) -> Program:
     """The program of `shape`, ready to be traced with the state (argument 1) donated.
 
     Args:
-        draft: The core's draft model, if it has one: prefill and decode keep its context too.
+        draft: The core's draft model or heads, if it has them: prefill and decode keep their context too.
         dtype: Dtype of the weights and the cache. Programs take it from what they are traced with;
             it is part of the signature because a core compiles one program a shape and dtype.
 

@@ -1,7 +1,7 @@
 """The prefill and scored-prefill programs: packed prompt chunks of several requests.
 
 1. The tokens of all rows go through the model at positions start, start + 1, ...; their
-   keys and values go into the rows' pages. A draft model, if the core has one, does the same.
+   keys and values go into the rows' pages. A drafter, if the core has one, does the same.
 2. Prompt tokens are marked as seen, tokens at positions from `prompt_len` on (a resumed
    request runs its earlier output again) are counted as output.
 3. `committed_len` becomes start + query_len. Where `sample` is set the first token is
@@ -24,17 +24,17 @@ from jax import lax
 from helios_jax.aot.abi import Dims, completion_layout, control_layout
 from helios_jax.aot.device_state import DeviceState
 from helios_jax.aot.programs.attention import prefill_attend
-from helios_jax.aot.programs.draft import check_draft, split
+from helios_jax.aot.programs.drafters import Fed, check_draft, make_drafter, split
 from helios_jax.aot.programs.logprobs import Logprobs, describe_if, nothing, score
 from helios_jax.aot.programs.packing import Packed, address_tokens, assemble, pack
 from helios_jax.aot.programs.sampling import STATUS_OK, Rows, Sampled, record, sample
 from helios_jax.aot.programs.tiling import prefill_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
 
 
-def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Model | None = None) -> Program:
+def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | None = None) -> Program:
     """The prefill, or scored prefill, of `batch_capacity` rows and `token_capacity` packed tokens.
 
     See `build_program` for `draft`.
@@ -56,16 +56,17 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Model | 
         address = address_tokens(tables, packed.row, packed.position, valid, dims.page_size, dims.num_pages)
         attend = prefill_attend(tables, packed, query_len, start, address, tiling)
         hidden, kv = model.forward(weights.target, tokens, packed.position, state.kv, attend)
-        draft_kv = state.draft_kv
-        if draft is not None:
-            _, draft_kv = draft.forward(weights.draft, tokens, packed.position, draft_kv, attend)
-
-        state = dataclasses.replace(state, kv=kv, draft_kv=draft_kv)
+        state = dataclasses.replace(state, kv=kv)
         state = _count_prompt(state, row[packed.row], packed, valid, tokens)
         end = jnp.where(active, start + query_len, 0)
         rows = Rows(row, active & (fields["sample"] > 0), end)
         ending = jnp.clip(packed.offset + query_len - 1, 0, shape.token_capacity - 1)
         last = hidden[ending]
+        drafter = make_drafter(draft, model, weights, dims)
+        if drafter is not None:
+            fed = Fed(row, tables, packed._replace(valid=valid), query_len, start, tokens)
+            state = drafter.follow_prompt(state, fed, hidden, tiling)
+            state = drafter.remember(state, row, last)
         sampled, details = _first_token(model, weights.target, last, rows, state, fields["want_logprobs"][0])
         state = dataclasses.replace(
             state,

@@ -10,7 +10,7 @@
    counted, the last one is pending.
 7. Sidecars for the scheduler.
 
-With a draft model its context is kept by every round, whatever the source (see `draft.py`).
+A drafter's context is kept by every round, whatever the source (see `drafters.py`).
 A lane whose slot is out of range, or whose limit is 0, is inactive: it writes to scratch.
 
 The steps are functions so that a mixed program can share one target pass with a prompt row.
@@ -29,7 +29,8 @@ from helios_jax.aot.device_state import DeviceState
 from helios_jax.aot.programs import proposals as proposing
 from helios_jax.aot.programs.allocation import allocate, fit
 from helios_jax.aot.programs.attention import verify_attend
-from helios_jax.aot.programs.draft import absorb, check_draft, propose, run_packed, split
+from helios_jax.aot.programs.draft import propose
+from helios_jax.aot.programs.drafters import Drafter, Fed, check_draft, make_drafter, split
 from helios_jax.aot.programs.lanes import Lanes, read_lanes
 from helios_jax.aot.programs.logprobs import Logprobs, describe_if
 from helios_jax.aot.programs.packing import address_tokens, assemble
@@ -37,7 +38,7 @@ from helios_jax.aot.programs.proposals import Proposals
 from helios_jax.aot.programs.tiling import verify_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.aot.programs.verification import Block, Verdict, grid_index, judge, pack_block
-from helios_jax.models.interface import Model
+from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import Allocation, ProgramShape, ProposalSource
 
 
@@ -46,7 +47,7 @@ def lane_width(shape: ProgramShape) -> int:
     return min(shape.proposal_depth + 1, shape.token_capacity)
 
 
-def check_round(shape: ProgramShape, model: Model, draft: Model | None) -> None:
+def check_round(shape: ProgramShape, model: Model, draft: Draft | None) -> None:
     """Refuses shapes and drafts of which no program can be made.
 
     Raises:
@@ -58,15 +59,15 @@ def check_round(shape: ProgramShape, model: Model, draft: Model | None) -> None:
     if depth and source is ProposalSource.NONE:
         raise ValueError(f"{shape.name}: {depth} proposals need a source")
     if depth and source is ProposalSource.LEARNED and draft is None:
-        raise ValueError(f"{shape.name}: learned proposals need a draft model")
+        raise ValueError(f"{shape.name}: learned proposals need a draft model or heads")
     check_draft(model, draft)
 
 
-def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Model | None = None) -> Program:
+def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | None = None) -> Program:
     """The round of `shape`.
 
     Args:
-        draft: The core's draft model, if it has one; `params` is then {"target": ..., "draft": ...}.
+        draft: The core's draft model or heads, if it has them; `params` is then {"target": ..., "draft": ...}.
 
     Raises:
         ValueError: See `check_round`.
@@ -79,7 +80,8 @@ def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Mode
     def speculative(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array) -> Result:
         fields, weights = control.split(ints, floats), split(params, draft)
         lanes = read_lanes(fields, fields["limit"] > 0, state, dims)
-        state, proposals = make_proposals(shape, fields, lanes, state, dims, draft, weights.draft)
+        drafter = make_drafter(draft, model, weights, dims)
+        state, proposals = make_proposals(shape, fields, lanes, state, dims, drafter)
         lengths = target_rows(shape, fields, lanes, proposals)
         block = pack_block(lanes, proposals, lengths, shape.packed_capacity)
         packed, tables = block.packed, lanes.tables
@@ -91,9 +93,9 @@ def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Mode
         state = dataclasses.replace(state, kv=kv)
         verdict = judge(logits, block, proposals, state, width)
         details = describe_block(fields["want_logprobs"][0] > 0, logits, block, verdict, shape.token_capacity)
-        if draft is not None and proposals.log_q is None and shape.proposal_depth:
-            extent = (lengths, lanes.position)
-            state, _ = run_packed(draft, weights.draft, state, tables, packed, extent, block.token, width, dims)
+        if drafter is not None:
+            own = proposals.log_q is not None
+            state = keep_context(drafter, state, lanes, block, verdict, hidden, width, not own or drafter.corrects)
         state = commit(state, lanes, verdict)
         values = report(shape, dims, fields["slot"], lanes, proposals, verdict)
         return state, assemble(completion, values | details._asdict())
@@ -103,14 +105,14 @@ def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Mode
 
 def make_proposals(
     shape: ProgramShape, fields: Mapping[str, jax.Array], lanes: Lanes, state: DeviceState, dims: Dims,
-    draft: Model | None, params: Params,
+    drafter: Drafter | None,
 ) -> tuple[DeviceState, Proposals]:  # fmt: skip
-    """The round's proposals, and the draft's context up to the pending tokens at least."""
+    """The round's proposals, and the drafter's context up to the pending tokens at least."""
     depth = shape.proposal_depth
-    if depth and shape.proposal_source is ProposalSource.LEARNED and draft is not None:
-        return propose(draft, params, state, lanes, depth, fields["calibration"], dims)
-    if draft is not None:
-        state, _ = absorb(draft, params, state, lanes, dims)
+    if depth and shape.proposal_source is ProposalSource.LEARNED and drafter is not None:
+        return propose(drafter, state, lanes, depth, fields["calibration"])
+    if drafter is not None:
+        state, _ = drafter.complete(state, lanes)
     if not depth:
         return state, proposing.none(shape.batch_capacity)
     return state, proposing.copied(fields["proposal"], fields["confidence"], fields["calibration"], lanes, dims)
@@ -123,6 +125,25 @@ def target_rows(shape: ProgramShape, fields: Mapping[str, jax.Array], lanes: Lan
     if shape.allocation is Allocation.QUERY_LENGTH:
         return fit(ceiling, shape.packed_capacity)
     return allocate(proposals.joint, ceiling, fields["slot"], shape.packed_capacity)
+
+
+def keep_context(
+    drafter: Drafter, state: DeviceState, lanes: Lanes, block: Block, verdict: Verdict, hidden: jax.Array, width: int,
+    again: bool,
+) -> DeviceState:  # fmt: skip
+    """The drafter's context of what the target has read and accepted.
+
+    Args:
+        hidden: [P, D] the target's rows.
+        again: Whether the rows must be run for it; not if its own proposals left them as they should be.
+    """
+    packed = block.packed
+    if again and width > 1:
+        fed = Fed(lanes.row, lanes.tables, packed, block.lengths, lanes.position, block.token)
+        state = drafter.follow(state, fed, hidden, width)
+    last = jnp.clip(packed.offset + verdict.emitted - 1, 0, hidden.shape[0] - 1)
+    scratch = state.pending_token.shape[0] - 1
+    return drafter.remember(state, jnp.where(verdict.emitted > 0, lanes.row, scratch), hidden[last])
 
 
 def commit(state: DeviceState, lanes: Lanes, verdict: Verdict) -> DeviceState:
