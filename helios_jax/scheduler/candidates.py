@@ -175,7 +175,7 @@ def delivery_lanes(
     table, classes = decision.state.programs, decision.state.programs.lane_class[programs]
     rows = decision.rows[classes][:, slots]
     streams = int(np.count_nonzero(decision.rates.family >= 0))
-    share = np.maximum(1, table.packed[programs] // np.clip(table.batch[programs], 1, max(1, streams)))
+    share = np.maximum(1, table.packed[programs] // np.minimum(table.batch[programs], max(1, streams)))
     tokens = decision.tokens[classes][:, slots]
     tight = np.flatnonzero((rows > share[:, None]).any(axis=1))
     if len(tight):
@@ -276,7 +276,9 @@ def redundant_unmeasured(
     Returns:
         bool [C].
     """
-    state = decision.state
+    state, unmeasured = decision.state, decision.duration_ms[programs] <= 0
+    if not unmeasured.any():
+        return unmeasured
     to_endpoint = state.requests.endpoint[slots] - state.requests.consumed_len[slots]
     demand = np.minimum(lengths, to_endpoint).sum(axis=1)[:, None]
     num_rows = (lengths > 0).sum(axis=1)[:, None]
@@ -284,7 +286,7 @@ def redundant_unmeasured(
     tokens, capacity = state.programs.tokens[prepared], state.programs.batch[prepared]
     smaller = (tokens < state.programs.tokens[programs, None]) & (capacity <= state.programs.batch[programs, None])
     enough = (tokens >= demand) & (capacity >= num_rows)
-    return (decision.duration_ms[programs] <= 0) & (smaller & enough).any(axis=1)
+    return unmeasured & (smaller & enough).any(axis=1)
 
 
 def redundant_mixed(decision: Decision, kind: np.ndarray, work: np.ndarray, prompt_slot: np.ndarray) -> np.ndarray:
@@ -302,6 +304,9 @@ def redundant_mixed(decision: Decision, kind: np.ndarray, work: np.ndarray, prom
         bool [C].
     """
     state, programs = decision.state, decision.state.programs
+    unmeasured = decision.duration_ms[kind] <= 0
+    if not unmeasured.any():
+        return unmeasured
     to_endpoint = (state.requests.endpoint - state.requests.consumed_len)[prompt_slot]
     demand = np.minimum(work[np.arange(len(work)), prompt_slot], to_endpoint)[:, None]
     prepared = programs.mixed
@@ -309,7 +314,7 @@ def redundant_mixed(decision: Decision, kind: np.ndarray, work: np.ndarray, prom
     smaller = (prompt < programs.prompt[kind, None]) & (batch <= programs.batch[kind, None])
     smaller &= programs.lane_class[prepared] == programs.lane_class[kind, None]
     enough = (prompt >= demand) & (batch >= (work > 0).sum(axis=1)[:, None])
-    return (prompt_slot >= 0) & (decision.duration_ms[kind] <= 0) & (smaller & enough).any(axis=1)
+    return (prompt_slot >= 0) & unmeasured & (smaller & enough).any(axis=1)
 
 
 def prompt_padding(tokens: np.ndarray, capacity: np.ndarray, work: np.ndarray) -> np.ndarray:

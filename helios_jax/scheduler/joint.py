@@ -52,14 +52,14 @@ def pair_cohorts(
     end_sums = prefix_sums(ending)
     k = np.arange(least, new.values.shape[1] + 1)
     most = np.minimum(np.minimum(capacity_first, capacity), num_new)[:, None]
-    rest = np.clip(capacity[:, None] - k, 0, num_old[:, None])
-    ends = np.clip(capacity_first[:, None] - k, 0, ending.shape[1])
+    rest = np.minimum(np.maximum(capacity[:, None] - k, 0), num_old[:, None])
+    ends = np.minimum(np.maximum(capacity_first[:, None] - k, 0), ending.shape[1])
     if not len(k):
         return Cohorts(new.able & False, old.able & False, np.zeros(len(most), np.int64), np.full(len(most), -np.inf))
-    totals = new_sums[:, k] + np.take_along_axis(old_sums, rest, 1) + np.take_along_axis(end_sums, ends, 1)
+    rows = np.arange(len(most))
+    totals = new_sums[:, k] + old_sums[rows[:, None], rest] + end_sums[rows[:, None], ends]
     totals = np.where(k <= most, totals, -np.inf)
     best = best_option(totals.T, (k + rest + ends).T)
-    rows = np.arange(len(most))
     return Cohorts(
         new=_leading(new_order, k[best]),
         old=_leading(old_order, rest[rows, best]),
@@ -70,22 +70,22 @@ def pair_cohorts(
 
 def _ranked(lanes: Lanes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Order [C, n] by value, those who can take part first; prefix sums [C, n + 1]; their number [C]."""
-    order = np.argsort(np.where(lanes.able, -lanes.values, 1.0), axis=1, kind="stable")
+    order = np.where(lanes.able, -lanes.values, 1.0).argsort(axis=1, kind="stable")
     usable = np.where(lanes.able, lanes.values, 0.0)
-    return order, prefix_sums(np.take_along_axis(usable, order, 1)), lanes.able.sum(axis=1)
+    return order, prefix_sums(usable[np.arange(len(order))[:, None], order]), lanes.able.sum(axis=1)
 
 
 def prefix_sums(values: np.ndarray) -> np.ndarray:
     """[C, n + 1] sums of the first 0 to n columns."""
     sums = np.zeros((len(values), values.shape[1] + 1))
-    np.cumsum(values, axis=1, out=sums[:, 1:])
+    values.cumsum(axis=1, out=sums[:, 1:])
     return sums
 
 
 def _leading(order: np.ndarray, count: np.ndarray) -> np.ndarray:
     """bool [C, n]: the first `count` of each order."""
     members = np.zeros(order.shape, np.bool_)
-    np.put_along_axis(members, order, np.arange(order.shape[1]) < count[:, None], 1)
+    members[np.arange(len(order))[:, None], order] = np.arange(order.shape[1]) < count[:, None]
     return members
 
 

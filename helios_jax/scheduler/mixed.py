@@ -20,6 +20,7 @@ from helios_jax.scheduler.candidates import (
     scatter,
     single_stage,
 )
+from helios_jax.scheduler.joint import prefix_sums
 from helios_jax.scheduler.prerequisites import best_prompts
 from helios_jax.scheduler.state import DECODE, PROMPT
 from helios_jax.scheduler.utility import undominated
@@ -48,7 +49,7 @@ def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None) -> Ca
     with_prompt = (prompt_work > 0) & ((beside_value > alone_value) | ((beside_value == alone_value) & more))
     chosen = np.zeros(rows.shape, np.bool_)
     taken = np.where(with_prompt, num_beside, num_alone)
-    np.put_along_axis(chosen, order, np.arange(rows.shape[1]) < taken[:, None], 1)
+    chosen[which[:, None], order] = np.arange(rows.shape[1]) < taken[:, None]
     work = scatter(np.where(chosen, rows, 0), decoders, num_slots)
     here = np.flatnonzero(with_prompt)
     work[here, prompt[here]] = prompt_work[here]
@@ -63,10 +64,8 @@ def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None) -> Ca
 
 def _ranked(values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lanes by value, those that cannot take part last: int64 [C, n] order and float64 [C, n + 1] sums."""
-    order = np.argsort(-np.where(rows > 0, values, -1.0), axis=1, kind="stable")
-    sums = np.zeros((len(values), values.shape[1] + 1))
-    np.cumsum(np.take_along_axis(values, order, 1), axis=1, out=sums[:, 1:])
-    return order, sums
+    order = np.where(rows > 0, -values, 1.0).argsort(axis=1, kind="stable")
+    return order, prefix_sums(values[np.arange(len(order))[:, None], order])
 
 
 def _undominated(
@@ -78,6 +77,5 @@ def _undominated(
         decodes: bool [C]; a prompt alone has no proposals, whatever the program could make.
     """
     programs = decision.state.programs
-    identity = np.stack([prompt_slot, programs.depth[kind] * decodes, programs.source[kind] * decodes], axis=1)
-    extents = np.stack([programs.batch[kind], programs.tokens[kind], programs.prompt[kind]], axis=1)
-    return undominated(np.concatenate([work, identity], axis=1), extents)
+    identity = np.array([prompt_slot, programs.depth[kind] * decodes, programs.source[kind] * decodes]).T
+    return undominated(np.concatenate([work, identity], axis=1), programs.extents[kind, :3])

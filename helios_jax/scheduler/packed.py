@@ -92,8 +92,8 @@ def enabled_cohorts(
     orders = [keys]
     for leader in leaders:
         orders.append(keys.copy())
-        np.put_along_axis(orders[-1], np.broadcast_to(leader, keys.shape[:-1])[..., None], np.inf, -1)
-    order = np.argsort(-np.concatenate(orders), axis=-1, kind="stable")
+        orders[-1][:, np.arange(len(extents)), leader] = np.inf
+    order = (-np.concatenate(orders)).argsort(axis=-1, kind="stable")
     last, modest, programs = np.minimum(capacities, len(rows.remaining)) - 1, 2 * len(keys), np.arange(len(tokens))
     found = []
     for number in max_new:
@@ -152,14 +152,15 @@ def _totals(rows: PromptRows, order: np.ndarray, taken: np.ndarray, extent: np.n
 def _in_place(order: np.ndarray, taken: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Tokens of each prompt, int64 [C, n], from those in order up to the last row."""
     lengths = np.zeros_like(taken)
-    np.put_along_axis(lengths, order, np.where(np.arange(taken.shape[1]) > last[:, None], 0, taken), 1)
+    lengths[np.arange(len(order))[:, None], order] = np.where(np.arange(taken.shape[1]) > last[:, None], 0, taken)
     return lengths
 
 
 def _filled(extents: np.ndarray, order: np.ndarray, remaining: np.ndarray, atoms: np.ndarray | None) -> np.ndarray:
     """Tokens of each row when rows take what is left of the capacity in turn; int64 [orders, U, n]."""
     if atoms is None:
-        return np.clip(extents[:, None] - (np.cumsum(remaining, axis=-1) - remaining), 0, remaining)
+        left = extents[:, None] - (remaining.cumsum(axis=-1) - remaining)
+        return np.minimum(np.maximum(left, 0), remaining)
     taken, room = np.zeros_like(remaining), np.broadcast_to(extents, remaining.shape[:-1]).copy()
     spans = atoms[order]  # [orders, U, n, spans, 2]
     for position in range(remaining.shape[-1]):  # what a row leaves depends on where its images let it stop
@@ -177,14 +178,17 @@ def _excess_last(rows: PromptRows, order: np.ndarray, max_new: int) -> tuple[np.
     excess = fresh & (np.cumsum(fresh, axis=-1) > max_new)
     if not excess.any():
         return order, rows.remaining[order]
-    back = np.argsort(excess, axis=-1, kind="stable")
-    order = np.take_along_axis(order, back, -1)
-    return order, np.where(np.take_along_axis(excess, back, -1), 0, rows.remaining[order])
+    back = excess.argsort(axis=-1, kind="stable")
+    which = tuple(np.ogrid[: order.shape[0], : order.shape[1], :1][:2])
+    order = order[(*which, back)]
+    return order, np.where(excess[(*which, back)], 0, rows.remaining[order])
 
 
 def _packed_keys(rows: PromptRows, tokens: np.ndarray) -> np.ndarray:
     """Sort keys [orders, C, n], larger first."""
     usable = usable_tokens(rows.remaining, tokens, rows.atoms)
     worth = usable * rows.token_value + np.where(usable == rows.remaining, rows.bonus, 0.0)
-    tails = np.broadcast_to(-rows.remaining.astype(np.float64), worth.shape)
-    return np.stack([worth, worth / np.maximum(usable, 1), tails])
+    keys = np.empty((3, *worth.shape))
+    keys[0], keys[2] = worth, -rows.remaining
+    np.divide(worth, np.maximum(usable, 1), out=keys[1])
+    return keys
