@@ -92,7 +92,7 @@ def enabled_cohorts(
     orders = [keys]
     for leader in leaders:
         orders.append(keys.copy())
-        orders[-1][:, np.arange(len(extents)), leader] = np.inf
+        orders[-1][np.arange(len(keys))[:, None], np.arange(len(extents)), leader] = np.inf
     order = (-np.concatenate(orders)).argsort(axis=-1, kind="stable")
     last, modest, programs = np.minimum(capacities, len(rows.remaining)) - 1, 2 * len(keys), np.arange(len(tokens))
     found = []
