@@ -129,16 +129,27 @@ def test_chains_of_eight_requests_are_ranked_by_their_continuations(unmeasured: 
         compare(seed, chains_state(seed, num=8, unmeasured=unmeasured))
 
 
-def test_the_winner_is_no_worse_than_the_best_pair() -> None:
+def check_winner(seed: int, num: int) -> None:
     """`plan_next` picks among these candidates: its score is at least theirs, of the same certainty."""
-    for seed in range(40):
-        state = pairs_state(seed, num=6, unmeasured=0.1 * (seed % 2))
-        plan, choices = plan_next(state), PairOracle(state).choices()
-        assert plan is not None
-        unknown = [choice.score for choice in choices if not choice.known]
-        best = max(unknown or [choice.score for choice in choices])
-        scored = Fraction(plan.value_rate * math.exp(plan.log_scale))
-        assert scored >= best - abs(best) * Fraction(1, 10**9) - Fraction(1, 10**6), f"seed {seed}"
+    unmeasured = 0.1 * (seed % 2)
+    state = pairs_state(seed, num, unmeasured) if seed % 3 else chains_state(seed, num, unmeasured)
+    plan, choices = plan_next(state), PairOracle(state).choices()
+    assert plan is not None
+    unknown = [choice.score for choice in choices if not choice.known]
+    best = max(unknown or [choice.score for choice in choices])
+    scored = Fraction(plan.value_rate * math.exp(plan.log_scale))
+    assert scored >= best - abs(best) * Fraction(1, 10**9) - Fraction(1, 10**6), f"seed {seed}"
+
+
+def test_the_winner_is_no_worse_than_the_best_pair() -> None:
+    for seed in range(45):
+        check_winner(seed, 6)
+
+
+@pytest.mark.slow
+def test_the_winner_of_eight_requests_is_no_worse_than_the_best_pair() -> None:
+    for seed in range(2000, 3000):
+        check_winner(seed, 8)
 
 
 def test_permuted_slots_give_the_permuted_plan() -> None:
