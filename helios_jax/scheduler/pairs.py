@@ -29,6 +29,7 @@ from helios_jax.scheduler.candidates import (
 )
 from helios_jax.scheduler.joint import Lanes, best_option, pair_cohorts, prefix_sums
 from helios_jax.scheduler.packed import enabled_cohorts, usable_tokens
+from helios_jax.scheduler.race import Race
 from helios_jax.scheduler.sequences import (
     Stage,
     fill_first,
@@ -49,11 +50,18 @@ _ALL_OPTIONS = 8  # numbers of new rows that are all tried before a packed prefi
 # ---- a following prefill
 
 
-def prefill_pairs(decision: Decision, stage: Stage, *, scored: bool) -> list[Candidates]:
-    """Each prerequisite program before each prefill (or scored prefill) program."""
-    fresh = (stage.after == PROMPT) & (decision.state.requests.scored[stage.waiting] == scored)
+def prefill_pairs(decision: Decision, stage: Stage, race: Race | None = None, *, scored: bool) -> list[Candidates]:
+    """Each prerequisite program before each prefill (or scored prefill) program; none if they lose the `race`."""
+    requests, programs = decision.state.requests, decision.state.programs
+    fresh = (stage.after == PROMPT) & (requests.scored[stage.waiting] == scored)
     if not fresh.any():
         return []
+    if race is not None:
+        prompts = np.concatenate(
+            [stage.waiting[fresh], np.flatnonzero((requests.phase == PROMPT) & (requests.scored == scored))]
+        )
+        if race.is_lost(stage, programs.scored_prefill if scored else programs.prefill, prompts):
+            return []
     able = stage.fits & fresh
     found = [_prefill_group(decision, stage, firsts, stage.waiting[able[firsts[0]]], scored) for firsts in _alike(able)]
     if not found:
@@ -127,8 +135,8 @@ def _new_rows(most: np.ndarray, room: np.ndarray, num_terminal: int) -> tuple[np
 # ---- a following program that delivers
 
 
-def delivery_pairs(decision: Decision, stage: Stage) -> list[Candidates]:
-    """Each prerequisite program before each program that decodes.
+def delivery_pairs(decision: Decision, stage: Stage, race: Race | None = None) -> list[Candidates]:
+    """Each prerequisite program before each program that decodes; without the kinds that lose the `race`.
 
     The prompt row of a mixed program is absent, ready already, or enabled by the prerequisite;
     each case leaves an exact problem of the decoding and terminal rows.
@@ -136,16 +144,17 @@ def delivery_pairs(decision: Decision, stage: Stage) -> list[Candidates]:
     requests, programs = decision.state.requests, decision.state.programs
     nobody = np.zeros(0, np.int64)
     enabled = (stage.after == PROMPT) & ~requests.scored[stage.waiting]
-    found = []
+    cases: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]] = []
     if (stage.after == DECODE).any():
-        for kind in (programs.decode, programs.speculative, programs.mixed):
-            found += _delivery_case(decision, stage, kind, nobody)
+        cases = [(kind, nobody, None) for kind in (programs.decode, programs.speculative, programs.mixed)]
         ready = decision.slots((requests.phase == PROMPT) & ~requests.scored)
-        if len(ready):
-            found += _delivery_case(decision, stage, programs.mixed, ready)
+        cases += [(programs.mixed, ready, None)] if len(ready) else []
     if enabled.any():
-        able = stage.fits[:, enabled]
-        found += _delivery_case(decision, stage, programs.mixed, stage.waiting[enabled], able)
+        cases.append((programs.mixed, stage.waiting[enabled], stage.fits[:, enabled]))
+    found = []
+    for kind, prompts, able in cases:
+        if race is None or not race.is_lost(stage, kind, prompts):
+            found += _delivery_case(decision, stage, kind, prompts, able)
     return found
 
 

@@ -31,6 +31,7 @@ from helios_jax.scheduler.mixed import mixed_candidates
 from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.queue import closed, may_be_over, needs_feedback, project
+from helios_jax.scheduler.race import Race
 from helios_jax.scheduler.refresh import credit_ns, is_funded, stale_alternatives
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.stages import next_features
@@ -98,8 +99,10 @@ def _may_refresh(state: State) -> bool:
 def _all_candidates(decision: Decision, *, winner_only: bool) -> Candidates | None:
     blocks = [*round_candidates(decision, winner_only=winner_only), mixed_candidates(decision)]
     blocks += [prefill_candidates(decision, scored=scored) for scored in (False, True)]
-    blocks += prerequisite_candidates(decision)
-    found = [block for block in blocks if block is not None]
+    found, race = [block for block in blocks if block is not None], Race(decision) if winner_only else None
+    if race is not None:
+        race.saw(found)
+    found += prerequisite_candidates(decision, race)
     if len(found) < 2:
         return found[0] if found else None
     return Candidates(*[np.concatenate(column) for column in zip(*found, strict=True)])

@@ -17,6 +17,7 @@ import numpy as np
 from helios_jax.scheduler.candidates import Candidates, Decision
 from helios_jax.scheduler.multistage import continuation_candidates, terminal_candidates
 from helios_jax.scheduler.pairs import best_prompts, delivery_pairs, prefill_pairs, same_age_prices
+from helios_jax.scheduler.race import Race
 from helios_jax.scheduler.sequences import Stage
 from helios_jax.scheduler.stages import at_window_end, next_features
 from helios_jax.scheduler.state import DECODE, INITIALIZE, PROMPT, RESTORE, SNAPSHOT, TERMINAL, VISION, State
@@ -24,16 +25,23 @@ from helios_jax.scheduler.state import DECODE, INITIALIZE, PROMPT, RESTORE, SNAP
 __all__ = ["best_prompts", "enabled_phases", "prerequisite_candidates"]
 
 
-def prerequisite_candidates(decision: Decision) -> list[Candidates]:
-    """Every prerequisite program with everything that it may enable."""
+def prerequisite_candidates(decision: Decision, race: Race | None = None) -> list[Candidates]:
+    """Every prerequisite program with everything that it may enable.
+
+    Args:
+        race: What the other candidates have reached: pairs that cannot win are left out.
+    """
     found: list[Candidates] = []
     for stage in _stages(decision):
+        blocks: list[Candidates] = []
         if stage.after.any():
             for scored in (False, True):
-                found += prefill_pairs(decision, stage, scored=scored)
-            found += delivery_pairs(decision, stage)
-        found += continuation_candidates(decision, stage)
-        found += terminal_candidates(decision, stage)
+                blocks += prefill_pairs(decision, stage, race, scored=scored)
+            if race is not None:
+                race.saw(blocks)
+            blocks += delivery_pairs(decision, stage, race)
+        blocks += continuation_candidates(decision, stage)
+        found += blocks + terminal_candidates(decision, stage)
     return [block for block in found if len(block.first)]
 
 

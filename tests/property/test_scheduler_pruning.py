@@ -1,4 +1,4 @@
-"""Leaving out searches that cannot win: the same winner as with all of them, on random rounds."""
+"""Leaving out searches that cannot win: the same winner as with all of them, on random rounds and pairs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from helios_jax.scheduler.candidates import Candidates, Decision, new_decision, scores
+from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.pruning import most_value
+from helios_jax.scheduler.race import Race
 from helios_jax.scheduler.ragged import adaptive_cohorts
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.utility import undominated
+from tests.unit.scheduler_pairs_states import FRESH, READY, random_catalog, random_state
 from tests.unit.scheduler_rounds_oracle import (
     COPY,
     DEVICE,
@@ -34,13 +37,16 @@ def random_decision(seed: int) -> Decision:
     return new_decision(round_state(rng, shapes, num=8, unmeasured=unmeasured, policy=random_policy(rng, "adaptive")))
 
 
-def best(decision: Decision, found: list[Candidates]) -> tuple[float, set[tuple[int, bytes]]]:
-    """The highest score of the candidates that compete, and all candidates that have it."""
+def best(decision: Decision, found: list[Candidates]) -> tuple[str, set[tuple[int, bytes]]]:
+    """The highest score of the candidates that compete, and all candidates that have it.
+
+    Up to rounding: sums over a few programs may run in another order than over many.
+    """
     every = Candidates(*[np.concatenate(column) for column in zip(*found, strict=True)])
     rates = scores(every, decision.values.waiting)
     rates[every.known & ~every.known.all()] = -np.inf  # something unmeasured wins over what is measured
-    rows = np.flatnonzero(rates == rates.max())
-    return float(rates.max()), {(int(every.first[row]), every.work[row].tobytes()) for row in rows}
+    rows = np.flatnonzero(np.isclose(rates, rates.max(), rtol=1e-12, atol=0.0))
+    return f"{rates.max():.9e}", {(int(every.first[row]), every.work[row].tobytes()) for row in rows}
 
 
 def check(seeds: range) -> None:
@@ -60,6 +66,39 @@ def test_what_is_left_out_never_wins() -> None:
 @pytest.mark.slow
 def test_what_is_left_out_never_wins_in_thousands_of_cases() -> None:
     check(range(10_000, 13_000))
+
+
+def pairs_decision(seed: int) -> Decision:
+    """Requests in one or two stages before inference, terminal ones, and ready ones."""
+    rng = random.Random(seed)
+    kinds = rng.choice(FRESH), rng.choice(FRESH), "saved stream", "terminal", *READY
+    catalog = random_catalog(rng, rounds=seed % 2 == 0)
+    return new_decision(random_state(rng, kinds, catalog=catalog, num=7, unmeasured=rng.choice([0.0, 0.0, 0.05])))
+
+
+def check_race(seeds: range) -> None:
+    """A kind of pairs that holds the best one is searched, and most of the others are not, once the best is known."""
+    left_out = compared = 0
+    for seed in seeds:
+        decision = pairs_decision(seed)
+        every = prerequisite_candidates(decision)
+        if not every:
+            continue
+        race = Race(decision)
+        race.saw(every)
+        some = prerequisite_candidates(decision, race)
+        assert best(decision, every) == best(decision, some), seed
+        left_out, compared = left_out + len(every) - len(some), compared + len(every)
+    assert left_out > 0.3 * compared
+
+
+def test_pairs_that_lose_the_race_never_win() -> None:
+    check_race(range(250))
+
+
+@pytest.mark.slow
+def test_pairs_that_lose_the_race_never_win_in_thousands_of_cases() -> None:
+    check_race(range(10_000, 14_000))
 
 
 def test_bounds_are_never_below_what_a_search_finds() -> None:
