@@ -39,7 +39,8 @@ class Probe(NamedTuple):
 def hopeful_candidates(decision: Decision, rate: float, ordinary: np.ndarray) -> Candidates | None:
     """Rounds and mixed programs that may be probes, with their best cohorts under optimistic survival.
 
-    A program is left out when it offers nobody a deeper prefix, and a round when the most valuable
+    A program is left out when it offers nobody a deeper prefix, a mixed one when it does not reach the
+    ordinary score (unless it makes one redundant that does), and a round when the most valuable
     complete prefixes, more than P or not, would beat the ordinary score in no program of its depth
     and source (those are kept or left together, because a smaller one can make a larger redundant).
 
@@ -59,7 +60,7 @@ def hopeful_candidates(decision: Decision, rate: float, ordinary: np.ndarray) ->
     wanted[rounds] = np.isin(kinds, kinds[_best_rate(hopeful, rounds, slots) > rate])
     if not wanted.any():
         return None
-    mixed = mixed_candidates(hopeful, wanted)
+    mixed = mixed_candidates(hopeful, wanted, least=rate)
     blocks = round_candidates(hopeful, wanted) + ([mixed] if mixed is not None else [])
     return Candidates(*[np.concatenate(column) for column in zip(*blocks, strict=True)]) if blocks else None
 

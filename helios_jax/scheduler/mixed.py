@@ -22,15 +22,17 @@ from helios_jax.scheduler.candidates import (
 )
 from helios_jax.scheduler.joint import prefix_sums
 from helios_jax.scheduler.prerequisites import best_prompts
+from helios_jax.scheduler.pruning import may_matter
 from helios_jax.scheduler.state import DECODE, PROMPT
 from helios_jax.scheduler.utility import undominated
 
 
-def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None) -> Candidates | None:
+def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None, least: float = -np.inf) -> Candidates | None:
     """One candidate a mixed program that serves anybody, redundant ones removed.
 
     Args:
         wanted: bool [programs] those that are looked at; all without it.
+        least: Score below which a measured candidate does not matter.
     """
     state, programs = decision.state, decision.state.programs
     kind = programs.mixed if wanted is None else programs.mixed[wanted[programs.mixed]]
@@ -47,8 +49,16 @@ def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None) -> Ca
     alone_value, beside_value = sums[which, num_alone], sums[which, num_beside] + prompt_value
     more = num_alone < 1 + num_beside
     with_prompt = (prompt_work > 0) & ((beside_value > alone_value) | ((beside_value == alone_value) & more))
-    chosen = np.zeros(rows.shape, np.bool_)
     taken = np.where(with_prompt, num_beside, num_alone)
+    totals = np.where(with_prompt, beside_value, alone_value)
+    matter = may_matter(decision, kind, totals, least)
+    if not matter.all():
+        if not matter.any():
+            return None
+        kind, rows, order, taken, totals, duration, prompt, prompt_work, with_prompt = (
+            column[matter] for column in (kind, rows, order, taken, totals, duration, prompt, prompt_work, with_prompt)
+        )
+    chosen, which = np.zeros(rows.shape, np.bool_), np.arange(len(kind))
     chosen[which[:, None], order] = np.arange(rows.shape[1]) < taken[:, None]
     work = scatter(np.where(chosen, rows, 0), decoders, num_slots)
     here = np.flatnonzero(with_prompt)
@@ -58,7 +68,6 @@ def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None) -> Ca
     keep &= ~redundant_mixed(decision, kind, work, prompt_slot)
     used = np.where(chosen, rows, 0).sum(axis=1) + np.where(with_prompt, prompt_work, 0)
     padding = programs.prompt[kind] + programs.packed[kind] - used
-    totals = np.where(with_prompt, beside_value, alone_value)
     return single_stage(kind[keep], work[keep], totals[keep], duration[keep], padding[keep], prompt_slot[keep])
 
 

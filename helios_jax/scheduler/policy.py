@@ -97,11 +97,16 @@ def _may_refresh(state: State) -> bool:
 
 
 def _all_candidates(decision: Decision, *, winner_only: bool) -> Candidates | None:
-    blocks = [*round_candidates(decision, winner_only=winner_only), mixed_candidates(decision)]
-    blocks += [prefill_candidates(decision, scored=scored) for scored in (False, True)]
-    found, race = [block for block in blocks if block is not None], Race(decision) if winner_only else None
+    blocks = [prefill_candidates(decision, scored=scored) for scored in (False, True)]
+    found = [*round_candidates(decision, winner_only=winner_only), *(block for block in blocks if block is not None)]
+    race = Race(decision) if winner_only else None
     if race is not None:
         race.saw(found)
+    mixed = mixed_candidates(decision, least=race.least if race is not None else -np.inf)
+    if mixed is not None:
+        found.append(mixed)
+        if race is not None:
+            race.saw([mixed])
     found += prerequisite_candidates(decision, race)
     if len(found) < 2:
         return found[0] if found else None

@@ -43,6 +43,23 @@ def most_value(
     return np.where(sizes <= most, pending + proposals[budget], 0.0).max(axis=1)
 
 
+def may_matter(decision: Decision, kind: np.ndarray, value: np.ndarray, least: float) -> np.ndarray:
+    """bool [C]: the programs that may reach a score, and those that may make one of these redundant.
+
+    Args:
+        kind: int64 [C] row numbers.
+        value: float64 [C] their values, or bounds of them.
+        least: A score.
+    """
+    duration = decision.duration_ms[kind]
+    known, held = duration > 0, np.where(duration > 0, duration, 1.0)
+    rates = value / held - 0.5 * held * decision.values.waiting
+    hopeful: np.ndarray = ~known | (rates >= least - ROUNDING * abs(least))
+    if least == -np.inf or hopeful.all():
+        return np.ones(len(kind), np.bool_)
+    return hopeful | decision.state.programs.padding_of[kind[:, None], kind][hopeful].any(axis=0)
+
+
 def may_win(decision: Decision, kind: np.ndarray, cut: np.ndarray, value: np.ndarray, work: np.ndarray) -> np.ndarray:
     """bool [C]: the programs of `cut` whose search may change the winner.
 
@@ -61,6 +78,4 @@ def may_win(decision: Decision, kind: np.ndarray, cut: np.ndarray, value: np.nda
     certain = ~cut & known & (rows[:, 0] > 0) & ~(padding & holds).any(axis=1)
     if not certain.any():
         return cut
-    least = rates[certain].max()
-    hopeful = ~known | (rates >= least - ROUNDING * abs(least))
-    return cut & (hopeful | padding[hopeful].any(axis=0))
+    return cut & may_matter(decision, kind, value, float(rates[certain].max()))

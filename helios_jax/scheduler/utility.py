@@ -191,10 +191,10 @@ def _dominated(extents: list[tuple[int, ...]], numbers: list[int]) -> list[int]:
     dominated = []
     for number in sorted(numbers, key=extents.__getitem__):
         mine = extents[number]
-        if not smallest or mine == smallest[-1]:
-            smallest = smallest or [mine]
-        elif any(all(map(ge, mine, other)) for other in smallest):
-            dominated.append(number)
+        for other in smallest:
+            if mine != other and all(map(ge, mine, other)):
+                dominated.append(number)
+                break
         else:
             smallest.append(mine)
     return dominated

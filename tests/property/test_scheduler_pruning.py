@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helios_jax.scheduler.candidates import Candidates, Decision, new_decision, scores
+from helios_jax.scheduler.mixed import mixed_candidates
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.pruning import most_value
 from helios_jax.scheduler.race import Race
@@ -20,6 +21,7 @@ from tests.unit.scheduler_rounds_oracle import (
     DEVICE,
     HOST,
     LEARNED,
+    mixed,
     ragged,
     random_policy,
     rectangular,
@@ -68,6 +70,36 @@ def test_what_is_left_out_never_wins_in_thousands_of_cases() -> None:
     check(range(10_000, 13_000))
 
 
+def check_mixed(seeds: range) -> None:
+    """Mixed programs below a score that one of them has are left out, and the best stay the best."""
+    left_out = compared = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        source = rng.choice([LEARNED, COPY])
+        shapes = [mixed(b, w, p, source) for b in (2, 4, 6) for w, p in ((1, 64), (1, 128), (2, 64), (3, 128))]
+        unmeasured, policy = rng.choice([0.0, 0.0, 0.1]), random_policy(rng, "adaptive")
+        state = round_state(rng, [*shapes, *rectangular(rng, source, (2, 4))], num=8, unmeasured=unmeasured,
+                            prompts=rng.choice([0.0, 0.3]), policy=policy)  # fmt: skip
+        decision = new_decision(state)
+        every = mixed_candidates(decision)
+        assert every is not None
+        measured = scores(every, decision.values.waiting)[every.known]
+        some = mixed_candidates(decision, least=float(measured.max(initial=-np.inf)))
+        assert some is not None
+        assert best(decision, [every]) == best(decision, [some]), seed
+        left_out, compared = left_out + len(every.first) - len(some.first), compared + len(every.first)
+    assert left_out > 0.2 * compared
+
+
+def test_mixed_programs_below_a_score_do_not_matter() -> None:
+    check_mixed(range(150))
+
+
+@pytest.mark.slow
+def test_mixed_programs_below_a_score_do_not_matter_in_thousands_of_cases() -> None:
+    check_mixed(range(10_000, 13_000))
+
+
 def pairs_decision(seed: int) -> Decision:
     """Requests in one or two stages before inference, terminal ones, and ready ones."""
     rng = random.Random(seed)
@@ -98,7 +130,7 @@ def test_pairs_that_lose_the_race_never_win() -> None:
 
 @pytest.mark.slow
 def test_pairs_that_lose_the_race_never_win_in_thousands_of_cases() -> None:
-    check_race(range(10_000, 14_000))
+    check_race(range(10_000, 12_000))
 
 
 def test_bounds_are_never_below_what_a_search_finds() -> None:
