@@ -200,8 +200,8 @@ def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(CoreOptions)]
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"unknown options {', '.join(unknown)}; a core has {', '.join(known)}")
-    CoreOptions(**given)
-    return given
+    checked = CoreOptions(**given)  # a path has become a string
+    return {name: getattr(checked, name) for name in given}
 
 
 def conflicts(asked: CoreOptions | Mapping[str, Any], held: CoreOptions) -> list[str]:

@@ -186,6 +186,9 @@ def test_a_load_may_ask_for_less_speculation_but_not_for_more() -> None:
     assert conflicts({"num_draft_tokens": 1}, of("none")) == ["num_draft_tokens: asked 1, the core has None"]
     assert load_options({"spec_method": "none"}, held) == of("none", prefill_chunk=held.prefill_chunk)
     assert load_options({"num_draft_tokens": 1}, held) == dataclasses.replace(held, num_draft_tokens=1)
+    drafted = of("draft")
+    assert conflicts({"draft_model": pathlib.PurePosixPath("toy/draft")}, drafted) == []
+    assert conflicts({"draft_model": "other"}, drafted) == ["draft_model: asked 'other', the core has 'toy/draft'"]
     assert load_options({}, held) == load_options(CoreOptions(), held) == held
     with pytest.raises(ConfigError, match="num_draft_tokens 1 needs a spec_method"):
         load_options({"spec_method": "none", "num_draft_tokens": 1}, held)
