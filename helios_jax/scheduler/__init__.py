@@ -4,6 +4,7 @@ No jax, clock, random number, input or output, or log inside. `Scheduler` holds 
 the engine; the functions are for tests, simulation and replay.
 """
 
+from helios_jax.scheduler.admission import admit, can_admit
 from helios_jax.scheduler.captures import demand_checkpoint, identify_checkpoint
 from helios_jax.scheduler.catalog import MAX_SLOTS, Catalog, ProgramKind, ProgramShape, serving_catalog
 from helios_jax.scheduler.completion import (
@@ -15,19 +16,16 @@ from helios_jax.scheduler.completion import (
 from helios_jax.scheduler.counters import snapshot_counters
 from helios_jax.scheduler.invariants import check_invariants
 from helios_jax.scheduler.lifecycle import (
-    admit,
     advance_to,
-    can_admit,
     cancel,
     commit,
     external_ready,
     finish,
     offer_copy,
     preempt,
-    published_output,
-    published_outputs,
 )
 from helios_jax.scheduler.policy import POLICY_PRESETS, PolicyConfig, plan_next, policy_preset
+from helios_jax.scheduler.publication import published_output, published_outputs
 from helios_jax.scheduler.retirement import awaits_capture
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state import State, configure_policy, new_state, state_digest

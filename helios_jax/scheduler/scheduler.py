@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler import captures, completion, lifecycle, policy, retirement
+from helios_jax.scheduler import admission, captures, completion, lifecycle, policy, publication, retirement
 from helios_jax.scheduler.catalog import Catalog
 from helios_jax.scheduler.counters import snapshot_counters
 from helios_jax.scheduler.preferences import PolicyConfig
@@ -51,10 +51,10 @@ class Scheduler:
 
     def can_admit(self, spec: RequestSpec) -> bool:
         """Whether `admit` would succeed now. Raises RequestError when it never can."""
-        return lifecycle.can_admit(self._state, spec)
+        return admission.can_admit(self._state, spec)
 
     def admit(self, spec: RequestSpec, now_ns: int) -> RequestHandle:
-        self._state, handle = lifecycle.admit(self._state, spec, now_ns)
+        self._state, handle = admission.admit(self._state, spec, now_ns)
         return handle
 
     def advance_to(self, now_ns: int) -> None:
@@ -92,11 +92,11 @@ class Scheduler:
         return events
 
     def published_output(self, handle: RequestHandle, fence: Fence) -> None:
-        self._state = lifecycle.published_output(self._state, handle, fence)
+        self._state = publication.published_output(self._state, handle, fence)
 
     def published_outputs(self, handles: Sequence[RequestHandle], fence: Fence) -> None:
         """All publications of a fence at once: one pass over the columns instead of one a handle."""
-        self._state = lifecycle.published_outputs(self._state, handles, fence)
+        self._state = publication.published_outputs(self._state, handles, fence)
 
     def cancel(self, handle: RequestHandle) -> None:
         self._state = lifecycle.cancel(self._state, handle)

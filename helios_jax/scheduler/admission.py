@@ -1,0 +1,128 @@
+"""Admission: whether a request can ever be served, whether it fits now, and its slot.
+
+Everything that can be refused is refused here, with the numbers, before the request owns
+anything. Worst-case pages are reserved (docs/adr/0002).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from helios_jax.errors import CapacityError, RequestError
+from helios_jax.scheduler import captures
+from helios_jax.scheduler.capture_draft import Draft
+from helios_jax.scheduler.resources import pages_for
+from helios_jax.scheduler.speculation import reset_slots
+from helios_jax.scheduler.stages import check_images, first_stage, set_bounds
+from helios_jax.scheduler.state import FREE, State
+from helios_jax.scheduler.types import RequestHandle, RequestSpec
+
+
+def can_admit(state: State, spec: RequestSpec) -> bool:
+    """Whether a slot and the worst-case pages of `spec` are free now.
+
+    Raises:
+        RequestError: It can never fit.
+    """
+    needed = required_pages(state, spec)
+    promised = int(state.requests.reserved_pages.sum())
+    room = bool((state.requests.phase == FREE).any()) and promised + needed <= state.limits.pages
+    return room and captures.private_row_obtainable(state, spec)
+
+
+def required_pages(state: State, spec: RequestSpec) -> int:
+    """Worst-case pages of a request, prompt and all output.
+
+    Raises:
+        RequestError: The request is malformed or can never fit; the message has the numbers.
+    """
+    prompt_len, limits = len(spec.prompt), state.limits
+    if np.ndim(spec.prompt) != 1 or prompt_len < 1:
+        raise RequestError("the prompt must hold at least one token", param="prompt", code="invalid_value")
+    if spec.max_tokens < 0 or (spec.max_tokens == 0 and not spec.scored):
+        message = f"max_tokens must be at least 1 (0 only for a scored prompt), got {spec.max_tokens}"
+        raise RequestError(message, param="max_tokens", code="invalid_value")
+    if not 0 <= spec.output_len < prompt_len:
+        message = f"output_len must be 0 to {prompt_len - 1}, got {spec.output_len}"
+        raise RequestError(message, param="output_len", code="invalid_value")
+    if spec.scored and not len(state.programs.scored_prefill):
+        raise RequestError("this core has no scored prefill programs", param="prompt_logprobs", code="unsupported")
+    _check_stages(state, spec)
+    total = prompt_len + spec.max_tokens
+    if total > limits.max_context:
+        message = (
+            f"{prompt_len} prompt tokens and max_tokens {spec.max_tokens} need {total} tokens of context, "
+            f"the limit is {limits.max_context}; shorten the prompt or lower max_tokens"
+        )
+        raise RequestError(message, param="prompt", code="context_length_exceeded")
+    needed = pages_for(total + limits.draft_extent, limits.page_size)
+    if needed > limits.pages:
+        message = (
+            f"{prompt_len} prompt tokens and max_tokens {spec.max_tokens} need {needed} pages of "
+            f"{limits.page_size} tokens, the cache has {limits.pages}; shorten the prompt or lower max_tokens"
+        )
+        raise RequestError(message, param="max_tokens", code="context_length_exceeded")
+    return needed
+
+
+def _check_stages(state: State, spec: RequestSpec) -> None:
+    """Whether the catalogue has the programs that the request's stages need."""
+    programs = state.programs
+    rows = programs.scored_prefill if spec.scored else programs.prefill
+    largest_image = int(programs.tokens[programs.vision].max(initial=0))
+    check_images(spec, state.limits, int(programs.tokens[rows].max(initial=0)), largest_image)
+    if spec.restored_len and not len(programs.restore):
+        raise RequestError("this core has no restore programs", param="restored_len", code="unsupported")
+    if spec.external and not spec.restored_len:
+        raise RequestError("external state needs its length", param="restored_len", code="invalid_value")
+    captures.check_source(state.retention.checkpoints, spec)
+    windows = state.limits.state_rows and len(programs.snapshot) and len(programs.restore)
+    if captures.needs_private_row(spec, state.limits.feature_tokens) and not windows:
+        message = (
+            f"the images have more features than the storage holds ({state.limits.feature_tokens}), and this core "
+            "has no state rows, snapshot and restore programs to work in windows"
+        )
+        raise RequestError(message, param="image_spans", code="unsupported")
+
+
+def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestHandle]:
+    """Give a request the lowest free slot; it takes part in the next plan.
+
+    A request that is admitted while a frame runs is outside that frame's interval.
+
+    Raises:
+        RequestError: It can never fit.
+        CapacityError: No slot, pages or private state row now; wait for a request to retire.
+    """
+    needed = required_pages(state, spec)
+    if not can_admit(state, spec):
+        free = state.limits.pages - int(state.requests.reserved_pages.sum())
+        slots = int(np.count_nonzero(state.requests.phase == FREE))
+        message = f"the request needs a slot and {needed} pages; {slots} slots and {free} pages are free"
+        if not captures.private_row_obtainable(state, spec):
+            message += "; its images need a state row, all are in use"
+        raise CapacityError(message)
+    slot = int(np.flatnonzero(state.requests.phase == FREE)[0])
+    requests = state.requests.draft()
+    requests.generation[slot] += 1
+    requests.epoch[slot] += 1
+    requests.prompt_len[slot], requests.max_tokens[slot] = len(spec.prompt), spec.max_tokens
+    requests.scored[slot], requests.constraints[slot] = spec.scored, int(spec.constraints)
+    first_stage(requests, slot, spec, state.limits)
+    handle, draft = RequestHandle(slot, int(requests.generation[slot])), Draft(state)
+    set_bounds(requests, slot, spec, captures.admit(draft, requests, handle, spec, now_ns))
+    requests.reserved_pages[slot], requests.last_use_ns[slot] = needed, now_ns
+    specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])
+    counters = dataclasses.replace(state.counters, admitted=state.counters.admitted + 1)
+    admitted = dataclasses.replace(
+        state,
+        now_ns=max(state.now_ns, int(now_ns)),
+        requests=requests.sealed(),
+        specs=specs,
+        counters=counters,
+        acceptance=reset_slots(state.acceptance, [slot]),
+        retention=draft.sealed(),
+    )
+    return admitted, handle
