@@ -179,9 +179,9 @@ def _excess_last(rows: PromptRows, order: np.ndarray, max_new: int) -> tuple[np.
     if not excess.any():
         return order, rows.remaining[order]
     back = excess.argsort(axis=-1, kind="stable")
-    which = tuple(np.ogrid[: order.shape[0], : order.shape[1], :1][:2])
-    order = order[(*which, back)]
-    return order, np.where(excess[(*which, back)], 0, rows.remaining[order])
+    first, second = np.arange(order.shape[0])[:, None, None], np.arange(order.shape[1])[:, None]
+    order = order[first, second, back]
+    return order, np.where(excess[first, second, back], 0, rows.remaining[order])
 
 
 def _packed_keys(rows: PromptRows, tokens: np.ndarray) -> np.ndarray:

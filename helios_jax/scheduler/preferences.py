@@ -63,6 +63,11 @@ class PolicyConfig:
     speculation: str = "adaptive"
     checkpoint_extra_work_fraction: float = 0.05
 
+    @property
+    def costs(self) -> tuple[float, float, float, float]:
+        """f, g, c and the price of terminal age: what rates and waiting are multiplied by."""
+        return self.token_fairness, self.delivery_fairness, self.decode_age_price, self.terminal_age_price
+
     def __post_init__(self) -> None:
         for name in _COEFFICIENTS:
             value = getattr(self, name)

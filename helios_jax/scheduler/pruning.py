@@ -61,7 +61,7 @@ def may_matter(decision: Decision, kind: np.ndarray, value: np.ndarray, least: f
 
 
 def may_win(decision: Decision, kind: np.ndarray, cut: np.ndarray, value: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """bool [C]: the programs of `cut` whose search may change the winner.
+    """bool [C]: the programs that may win, or make one redundant that may; of `cut` only these need their search.
 
     Args:
         kind: int64 [C] row numbers.
@@ -77,5 +77,5 @@ def may_win(decision: Decision, kind: np.ndarray, cut: np.ndarray, value: np.nda
     holds = (programs.batch[kind] >= lanes) & (programs.packed[kind] >= rows)
     certain = ~cut & known & (rows[:, 0] > 0) & ~(padding & holds).any(axis=1)
     if not certain.any():
-        return cut
-    return cut & may_matter(decision, kind, value, float(rates[certain].max()))
+        return np.ones(len(kind), np.bool_)
+    return may_matter(decision, kind, value, float(rates[certain].max()))

@@ -99,10 +99,21 @@ def project(state: State) -> State:
        its last row to go: what names it is visible, and needs feedback (`may_be_over`).
     4. Copy proposals of queued requests are void: they continue a context that will have moved.
 
-    The window of the result is empty; without outstanding frames it is the state itself.
+    The window of the result is empty; without outstanding frames it is the state itself. A state
+    is a value, so it is projected once: planning and committing share the result.
     """
     if not state.frames:
         return state
+    known: State | None = vars(state).get(_MEMO)
+    if known is None:
+        known = vars(state)[_MEMO] = _projected(state)
+    return known
+
+
+_MEMO = "_projection"  # not a field: it takes no part in a state's value
+
+
+def _projected(state: State) -> State:
     requests = _selection_copy(state.requests)
     end_ns = state.interval.completed_ns if state.interval else 0
     for frame in state.frames:

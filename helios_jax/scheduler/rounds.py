@@ -76,19 +76,21 @@ def _best_cohorts(
         members, totals[whole] = fixed_cohorts(values[whole], rows[whole], batch[whole], packed[whole], preference)
         work[whole] = np.where(members, rows[whole], 0)
     groups = [(some, *_marginal_prices(decision, int(kind[some[0]]), slots)) for some in _alike(decision, kind, cut)]
+    matter = np.ones(len(kind), np.bool_)
     if groups and winner_only:
         bounds = totals.copy()
         for some, gains, _ in groups:
             bounds[some] = most_value(base[some], gains, rows[some], batch[some], packed[some])
-        cut = may_win(decision, kind, cut, bounds, work)
+        matter = may_win(decision, kind, cut, bounds, work)
     for some, gains, priority in groups:
-        some = some[cut[some]]
+        some = some[matter[some]]
         if not len(some):
             continue
         work[some], totals[some] = adaptive_cohorts(
             base[some], gains, priority, rows[some], batch[some], packed[some], preference
         )
-    keep = _undominated(decision, kind, work) & work.any(axis=1)
+    keep = np.flatnonzero(matter & work.any(axis=1))
+    keep = keep[_undominated(decision, kind[keep], work[keep])]
     kind, rows, work = kind[keep], rows[keep], work[keep]
     spread = scatter(work, slots, state.limits.slots)
     found = single_stage(kind, spread, totals[keep], duration[keep], packed[keep] - work.sum(axis=1))

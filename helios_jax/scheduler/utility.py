@@ -75,14 +75,13 @@ def scaled_values(policy: PolicyConfig, terms: Terms, longest_ms: float) -> Valu
     prompting, streaming, ending = terms.prompting, terms.streaming, terms.terminal
     active, num_ending = prompting | streaming, int(np.count_nonzero(ending))
     with np.errstate(divide="ignore"):
-        fair = np.where(active, np.log(policy.token_fairness) + _log_or_nothing(terms.token_r), -np.inf)
-        delivered = np.log(policy.delivery_fairness) + _log_or_nothing(terms.delivery_r)
-        log_sigma = _log_or_nothing(terms.sigma)
-        age_cost, end_cost = np.log(policy.decode_age_price), np.log(policy.terminal_age_price)
-        delivered = np.where(streaming, delivered, -np.inf)
+        known = np.array([terms.token_r, terms.delivery_r, terms.sigma, terms.age_ms + longest_ms])
+        token, deliver, log_sigma, span = np.where(np.isnan(known), -np.inf, np.log(known))
+        token_cost, delivery_cost, age_cost, end_cost = np.log(policy.costs)
+        fair = np.where(active, token_cost + token, -np.inf)
+        delivered = np.where(streaming, delivery_cost + deliver, -np.inf)
         aged = np.where(streaming, age_cost + log_sigma, np.where(ending, end_cost + log_sigma, -np.inf))
         waits = float(np.logaddexp(age_cost + np.log(np.count_nonzero(streaming)), end_cost + np.log(num_ending)))
-        span = np.log(terms.age_ms + longest_ms)
         worths = [
             0.0 if prompting.any() else -np.inf,
             np.log(policy.output_token_value) if active.any() else -np.inf,
@@ -108,11 +107,6 @@ def scaled_values(policy: PolicyConfig, terms: Terms, longest_ms: float) -> Valu
             waiting=float(np.exp(waits - log_scale)),
             log_scale=log_scale,
         )
-
-
-def _log_or_nothing(values: np.ndarray) -> np.ndarray:
-    """Logarithms with an unknown (NaN) value contributing nothing."""
-    return np.where(np.isnan(values), -np.inf, np.log(values))
 
 
 def top_cohorts(values: np.ndarray, capacities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

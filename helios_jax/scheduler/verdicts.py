@@ -71,13 +71,17 @@ def learned(
     estimates, shape = state.acceptance, frame.plan.shape
     if not estimates.depth:
         return estimates
-    ceilings, offered, accepted = np.zeros((3, state.limits.slots), np.int64)
-    phases = state.requests.phase.tolist()
+    columns = np.zeros((3, state.limits.slots), np.int64)
+    ceilings, offered, accepted = columns
     if shape.proposal_depth:
-        for lane, record in zip(frame.plan.lanes, records, strict=True):
-            if lane.role is LaneRole.DECODE and record.valid and not has_ended(phases[lane.handle.slot], lane.role):
-                slot = lane.handle.slot
-                ceilings[slot], offered[slot], accepted[slot] = lane.length, record.offered, record.accepted
+        phases = state.requests.phase.tolist()
+        taught = [
+            (lane.handle[0], lane.length, record.offered, record.accepted)
+            for lane, record in zip(frame.plan.lanes, records, strict=True)
+            if lane.role is LaneRole.DECODE and record.valid and not has_ended(phases[lane.handle[0]], lane.role)
+        ]
+        slots, *counts = zip(*taught, strict=True) if taught else ((), (), (), ())
+        columns[:, np.array(slots, np.int64)] = counts
     if confidence is not None:
         teaches = (state.requests.constraints & _UNTYPICAL) == 0
         estimates = observe_forecast(estimates, confidence, ceilings, teaches, shape.proposal_depth)
