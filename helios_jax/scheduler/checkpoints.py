@@ -222,7 +222,7 @@ def victim_order(checkpoints: Checkpoints, in_use: Collection[int] = ()) -> np.n
     extra is a second chance only); of equal roles the shorter prefix, which is cheapest to compute
     again; then the older id.
     """
-    present = np.isin(checkpoints.ids, list(in_use))
+    present = [checkpoint in in_use for checkpoint in checkpoints.ids.tolist()]
     return np.lexsort((checkpoints.ids, checkpoints.endpoints, checkpoints.roles, checkpoints.demand_ns, present))
 
 
@@ -262,6 +262,8 @@ def victim_row(checkpoints: Checkpoints, claim: Claim | None = None, in_use: Col
 
 def freed_by(checkpoints: Checkpoints, evicted: Collection[int], used_pages: Collection[int] = ()) -> Freed:
     """Rows and pages that nobody holds once `evicted` are gone; `used_pages` are held by requests."""
+    if not evicted:
+        return Freed((), ())
     gone = np.isin(checkpoints.ids, list(evicted))
     rows = set(checkpoints.rows[gone].tolist()) - set(checkpoints.rows[~gone].tolist())
     pages: dict[bool, set[int]] = {True: set(), False: set(used_pages)}

@@ -101,8 +101,9 @@ def free_row(rows: Rows) -> int:
 
 def rows_of(rows: Rows, handle: RequestHandle, *uses: RowUse) -> list[int]:
     """Rows of a request, lowest first, in any of `uses` (all when none is named)."""
-    mine = (rows.generation == handle.generation) & (rows.slot == handle.slot)
-    return (np.flatnonzero(mine & np.isin(rows.use, uses or _OF_A_REQUEST)) + 1).tolist()
+    mine = np.flatnonzero((rows.generation == handle.generation) & (rows.slot == handle.slot))
+    wanted = uses or _OF_A_REQUEST  # a request has a row or two, seldom more: no array is worth it
+    return [row + 1 for row, use in zip(mine.tolist(), rows.use[mine].tolist(), strict=True) if use in wanted]
 
 
 def guard(rows: Rows, row: int, handle: RequestHandle, endpoint: int) -> Rows:
