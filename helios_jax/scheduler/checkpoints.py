@@ -222,7 +222,7 @@ def victim_order(checkpoints: Checkpoints, in_use: Collection[int] = ()) -> np.n
     extra is a second chance only); of equal roles the shorter prefix, which is cheapest to compute
     again; then the older id.
     """
-    present = [checkpoint in in_use for checkpoint in checkpoints.ids.tolist()]
+    present = np.array([checkpoint in in_use for checkpoint in checkpoints.ids.tolist()], np.bool_)
     return np.lexsort((checkpoints.ids, checkpoints.endpoints, checkpoints.roles, checkpoints.demand_ns, present))
 
 
