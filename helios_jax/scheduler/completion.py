@@ -25,7 +25,7 @@ from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.records import check_timing, checked_records, has_ended
 from helios_jax.scheduler.refresh import settle
 from helios_jax.scheduler.retirement import end_request, release
-from helios_jax.scheduler.service import charge_deliveries, charge_tokens
+from helios_jax.scheduler.service import charge
 from helios_jax.scheduler.state import (
     REASONS,
     TERMINAL,
@@ -129,7 +129,7 @@ def _complete(
     raw, execution = cost.raw_device_ns(timing), cost.execution_ns(timing)
     duration_ms = execution / cost.NS_PER_MS if raw > 0 else 0.0
     if duration_ms > 0:
-        _charge(state, requests, frame, duration_ms, served)
+        charge(requests, frame, _members(state, requests, frame), duration_ms, served, state.policy.adaptation_ms)
         terminal.earn(draft, frame.plan.lanes, served, execution)
     interval = _interval(frame, duration_ms, requests, served, visible_before, state.now_ns)
     frames = tuple(other for other in state.frames if other is not frame)
@@ -156,15 +156,6 @@ def _members(state: State, requests: Requests, frame: Frame) -> np.ndarray:
     A request that this frame rebound to a fresh generation took part as well.
     """
     return (frame.participants == state.requests.generation) & requests.active
-
-
-def _charge(state: State, requests: Requests, frame: Frame, duration_ms: float, served: np.ndarray) -> None:
-    """Charge one measured interval to the histories of its participants, in place."""
-    members, tau = _members(state, requests, frame), state.policy.adaptation_ms
-    requests.token_r[:] = charge_tokens(
-        requests.token_r, frame.first_token_r, members, duration_ms, served.astype(np.float64), frame.token_n, tau
-    )
-    requests.delivery_r[:] = charge_deliveries(requests.delivery_r, members, duration_ms, frame.delivery_n, tau)
 
 
 def _interval(

@@ -27,7 +27,7 @@ import numpy as np
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.cost import NS_PER_MS, is_fresh
 from helios_jax.scheduler.programs import packed_rows
-from helios_jax.scheduler.service import charge_deliveries, charge_tokens, corrected_deliveries
+from helios_jax.scheduler.service import charge, corrected_deliveries
 from helios_jax.scheduler.state import RETIRING, Frame, Requests, State
 from helios_jax.scheduler.types import FEEDBACK, LaneRole, ScheduledPlan
 
@@ -137,10 +137,7 @@ def _serve(state: State, requests: Requests, frame: Frame, end_ns: int) -> None:
         return  # discovery: it runs alone, and no projection is asked for
     delivered = members & (frame.expected_deliveries > 0)
     before = requests.delivery_r[delivered]
-    requests.token_r[:] = charge_tokens(
-        requests.token_r, frame.first_token_r, members, duration_ms, frame.expected_tokens, frame.token_n, tau_ms
-    )
-    requests.delivery_r[:] = charge_deliveries(requests.delivery_r, members, duration_ms, frame.delivery_n, tau_ms)
+    charge(requests, frame, members, duration_ms, frame.expected_tokens, tau_ms)
     requests.delivery_r[delivered] = corrected_deliveries(before, duration_ms, frame.delivery_n[delivered], tau_ms)
     requests.visible_ns[delivered] = end_ns
 

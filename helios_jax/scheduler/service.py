@@ -21,7 +21,7 @@ from helios_jax.scheduler.catalog import ProposalSource
 from helios_jax.scheduler.cost import durations_ms
 from helios_jax.scheduler.lanes import lane_rows, lane_tokens, prefix_survival, usual_programs
 from helios_jax.scheduler.programs import SOURCES
-from helios_jax.scheduler.state import State
+from helios_jax.scheduler.state import Frame, Requests, State
 from helios_jax.scheduler.types import FEEDBACK, Constraint
 
 MIN_R, MAX_R = 1e-300, 1e300  # ms per unit; no formula stays positive and finite for every float64 input
@@ -201,29 +201,27 @@ def prompt_normalisers(state: State, duration_ms: np.ndarray) -> np.ndarray:
     return best
 
 
-def charge_tokens(
-    token_r: np.ndarray, first_r: np.ndarray, members: np.ndarray, duration_ms: float, served: np.ndarray,
-    token_n: np.ndarray, tau_ms: float,
-) -> np.ndarray:  # fmt: skip
-    """Token histories after one measured interval; [slots] each.
+def charge(
+    requests: Requests, frame: Frame, members: np.ndarray, duration_ms: float, served: np.ndarray, tau_ms: float
+) -> None:
+    """Charge one interval to the token and delivery histories of its participants, in place; both in one update.
 
-    Participants without history start from `first_r`; those whose normaliser is unknown, and
-    slots outside `members`, keep what they have.
+    Participants without token history start from the frame's first value; without delivery history
+    a stream keeps none until its first publication, which brings its delivery (`corrected_deliveries`).
+    Those whose normaliser is unknown, and slots outside `members`, keep what they have.
+
+    Args:
+        members: bool [slots].
+        served: [slots] tokens.
     """
-    start = np.where(np.isnan(token_r), first_r, token_r)
-    after = update(start, duration_ms, served, token_n, tau_ms)
-    return np.where(members & ~np.isnan(token_n) & ~np.isnan(start), after, token_r)
-
-
-def charge_deliveries(
-    delivery_r: np.ndarray, members: np.ndarray, duration_ms: float, delivery_n: np.ndarray, tau_ms: float
-) -> np.ndarray:
-    """Delivery histories after an interval without (yet) a delivery; [slots] each.
-
-    A stream without delivery history keeps none until its first publication.
-    """
-    after = update(delivery_r, duration_ms, np.zeros(len(delivery_r)), delivery_n, tau_ms)
-    return np.where(members & ~np.isnan(delivery_n) & ~np.isnan(delivery_r), after, delivery_r)
+    started = np.where(np.isnan(requests.token_r), frame.first_token_r, requests.token_r)
+    before, n = np.array([started, requests.delivery_r]), np.array([frame.token_n, frame.delivery_n])
+    service = np.zeros(before.shape)
+    service[0] = served
+    after = update(before, duration_ms, service, n, tau_ms)
+    token, delivery = members & ~(np.isnan(n) | np.isnan(before))
+    requests.token_r[token] = after[0, token]
+    requests.delivery_r[delivery] = after[1, delivery]
 
 
 def corrected_deliveries(before_r: np.ndarray, duration_ms: float, delivery_n: np.ndarray, tau_ms: float) -> np.ndarray:

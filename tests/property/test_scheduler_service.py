@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 from helios_jax.scheduler.service import (
     MAX_R,
     MIN_R,
-    charge_deliveries,
-    charge_tokens,
+    charge,
     corrected_deliveries,
     reference_intervals,
     update,
@@ -105,15 +105,25 @@ def test_tokens_are_charged_to_known_members_only() -> None:
     first = np.array([9.0, 9.0, 9.0, nan, 9.0])
     members = np.array([True, False, True, True, True])
     n = np.array([0.5, 0.5, 0.5, nan, nan])
-    after = charge_tokens(token_r, first, members, 10.0, np.zeros(5), n, 100.0)
+    after, _ = charged(token_r, np.full(5, nan), first, members, 10.0, n)
     # Member, not a member, without history (starts at its first value), unknown first value, unknown normaliser.
     np.testing.assert_allclose(after, [2.2, 2.0, 9.2, nan, 2.0])
+
+
+def charged(
+    token_r: np.ndarray, delivery_r: np.ndarray, first: np.ndarray, members: np.ndarray, duration: float, n: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both histories after an interval without service, with the same normalisers."""
+    requests = SimpleNamespace(token_r=token_r.copy(), delivery_r=delivery_r.copy())
+    frame = SimpleNamespace(first_token_r=first, token_n=n, delivery_n=n)
+    charge(requests, frame, members, duration, np.zeros(len(n)), 100.0)  # type: ignore[arg-type]
+    return requests.token_r, requests.delivery_r
 
 
 def test_publication_replaces_the_interval_and_first_burst_starts_the_history() -> None:
     before, n = np.array([5.0, np.nan, 5.0]), np.array([0.1, 0.1, np.nan])
     members = np.ones(3, np.bool_)
-    unserved = charge_deliveries(before, members, 20.0, n, 100.0)
+    _, unserved = charged(before, before, before, members, 20.0, n)
     np.testing.assert_allclose(unserved, [5.0 + 20.0 / (0.1 * 100.0), np.nan, 5.0])
     served = corrected_deliveries(before, 20.0, n, 100.0)
     a = 1 / (0.1 * 100.0)
