@@ -61,7 +61,7 @@ def hopeful_candidates(decision: Decision, rate: float, ordinary: np.ndarray) ->
     if not wanted.any():
         return None
     mixed = mixed_candidates(hopeful, wanted, least=rate)
-    blocks = round_candidates(hopeful, wanted) + ([mixed] if mixed is not None else [])
+    blocks = round_candidates(hopeful, wanted, least=rate) + ([mixed] if mixed is not None else [])
     return Candidates(*[np.concatenate(column) for column in zip(*blocks, strict=True)]) if blocks else None
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, decode_values, scatter, single_stage
 from helios_jax.scheduler.lanes import COPY_SOURCE, class_sources
-from helios_jax.scheduler.pruning import may_win, most_value
+from helios_jax.scheduler.pruning import may_matter, may_win, most_value
 from helios_jax.scheduler.ragged import adaptive_cohorts, fixed_cohorts
 from helios_jax.scheduler.speculation import survival
 from helios_jax.scheduler.state import DECODE
@@ -26,13 +26,14 @@ from helios_jax.scheduler.utility import undominated
 
 
 def round_candidates(
-    decision: Decision, wanted: np.ndarray | None = None, *, winner_only: bool = False
+    decision: Decision, wanted: np.ndarray | None = None, *, winner_only: bool = False, least: float = -np.inf
 ) -> list[Candidates]:
     """One candidate a decode or speculative program that serves anybody, redundant ones removed.
 
     Args:
         wanted: bool [programs] those that are looked at; all without it.
         winner_only: Leave out what cannot win by score (`pruning`).
+        least: Score below which a measured candidate does not matter.
     """
     state, programs = decision.state, decision.state.programs
     preferred = decision.slots(state.requests.phase == DECODE)
@@ -45,13 +46,13 @@ def round_candidates(
             rows = decision.rows[programs.lane_class[kind]][:, slots]
             usable = rows.any(axis=1)
             if usable.any():
-                found.append(_best_cohorts(decision, kind[usable], slots, preference, rows[usable], winner_only))
+                found.append(_best_cohorts(decision, kind[usable], slots, preference, rows[usable], winner_only, least))
     return found
 
 
 def _best_cohorts(
     decision: Decision, kind: np.ndarray, slots: np.ndarray, preference: np.ndarray, rows: np.ndarray,
-    winner_only: bool,
+    winner_only: bool, least: float,
 ) -> Candidates:  # fmt: skip
     """Candidates of programs of one kind.
 
@@ -77,11 +78,13 @@ def _best_cohorts(
         work[whole] = np.where(members, rows[whole], 0)
     groups = [(some, *_marginal_prices(decision, int(kind[some[0]]), slots)) for some in _alike(decision, kind, cut)]
     matter = np.ones(len(kind), np.bool_)
-    if groups and winner_only:
+    if groups and (winner_only or least > -np.inf):
         bounds = totals.copy()
         for some, gains, _ in groups:
             bounds[some] = most_value(base[some], gains, rows[some], batch[some], packed[some])
-        matter = may_win(decision, kind, cut, bounds, work)
+        matter = may_matter(decision, kind, bounds, least)
+        if winner_only:
+            matter &= may_win(decision, kind, cut, bounds, work)
     for some, gains, priority in groups:
         some = some[matter[some]]
         if not len(some):
