@@ -24,6 +24,7 @@ from helios_jax.errors import RequestError
 from helios_jax.scheduler import checkpoints as library
 from helios_jax.scheduler import row_allocator, state_rows
 from helios_jax.scheduler.capture_draft import Draft, cut_costs, snapshot_ns
+from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.checkpoints import Claim
 from helios_jax.scheduler.cuts import anchor_ahead, copy_is_due, plan_cuts
 from helios_jax.scheduler.retention import Retention
@@ -39,6 +40,7 @@ from helios_jax.scheduler.types import (
     Limits,
     RequestHandle,
     RequestSpec,
+    ScheduledPlan,
 )
 
 
@@ -173,13 +175,14 @@ def reach(draft: Draft, requests: Requests, handle: RequestHandle) -> tuple[bool
     return False, arm_next(draft, requests, handle)
 
 
-def begin_copies(kept: Retention, lanes: tuple[Lane, ...], fence: Fence) -> Retention:
+def begin_copies(kept: Retention, plan: ScheduledPlan, fence: Fence) -> Retention:
     """The snapshots of a plan were submitted: their rows are written until the fence completes."""
+    if plan.shape.kind is not ProgramKind.SNAPSHOT:
+        return kept
     rows = kept.rows
-    for lane in lanes:
-        if lane.role is LaneRole.SNAPSHOT:
-            rows = state_rows.begin_copy(rows, lane.row, fence)
-    return kept if rows is kept.rows else dataclasses.replace(kept, rows=rows)
+    for lane in plan.lanes:
+        rows = state_rows.begin_copy(rows, lane.row, fence)
+    return dataclasses.replace(kept, rows=rows)
 
 
 def end_copy(draft: Draft, lane: Lane, fence: Fence, *, valid: bool) -> CheckpointPublished | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from helios_jax.errors import InvariantError, StalePlanError
 from helios_jax.scheduler import captures
+from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.cost import attempt
 from helios_jax.scheduler.programs import KINDS, index_of, lane_width, misfit, physical_tokens
 from helios_jax.scheduler.queue import closed, expected_service, may_be_over, needs_feedback, project
@@ -121,7 +122,7 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
         frames=(*state.frames, frame),
         last_fence=fence,
         costs=attempt(state.costs, index, state.now_ns),
-        retention=captures.begin_copies(state.retention, plan.lanes, fence),
+        retention=captures.begin_copies(state.retention, plan, fence),
         ledgers=dispatched(state.ledgers, plan.reason, fence),
         counters=_count_tokens(state.counters, plan),
     )
@@ -139,12 +140,11 @@ def _frozen(state: State, plan: ScheduledPlan, fence: Fence, alone: bool) -> Fra
 
 def _extend_written(requests: Requests, slots: np.ndarray, plan: ScheduledPlan, draft_extent: int) -> None:
     """Note how far the program may write: the whole ceiling, and the declared draft storage."""
-    draft = draft_extent if lane_width(plan.shape) > 1 else 0
-    ends = [
-        start + length + draft if role is LaneRole.DECODE else start + length if role is LaneRole.PROMPT else start
-        for _, role, start, length, _, _ in plan.lanes  # other roles write no positions of their own
-    ]
-    requests.written_len[slots] = np.maximum(requests.written_len[slots], np.array(ends, np.int64))
+    starts, lengths = (np.array(column, np.int64) for column in list(zip(*plan.lanes, strict=True))[2:4])
+    ends = starts if plan.shape.kind is ProgramKind.VISION else starts + lengths  # features are no positions
+    if lane_width(plan.shape) > 1:
+        ends = ends + np.where(np.arange(len(ends)) == plan.prompt_row, 0, draft_extent)
+    requests.written_len[slots] = np.maximum(requests.written_len[slots], ends)
 
 
 _PHASES_OF_ROLE = {

@@ -103,15 +103,15 @@ def _may_refresh(state: State) -> bool:
 def _all_candidates(decision: Decision, *, winner_only: bool) -> Candidates | None:
     blocks = [prefill_candidates(decision, scored=scored) for scored in (False, True)]
     found = [*round_candidates(decision, winner_only=winner_only), *(block for block in blocks if block is not None)]
-    race = Race(decision) if winner_only else None
-    if race is not None:
-        race.saw(found)
-    mixed = mixed_candidates(decision, least=race.least if race is not None else -np.inf)
+    race, least = Race(decision), -np.inf
+    race.saw(found)
+    if winner_only and len(decision.state.programs.mixed):
+        least = race.least
+    mixed = mixed_candidates(decision, least=least)
     if mixed is not None:
         found.append(mixed)
-        if race is not None:
-            race.saw([mixed])
-    found += prerequisite_candidates(decision, race)
+        race.saw([mixed])
+    found += prerequisite_candidates(decision, race if winner_only else None)
     if len(found) < 2:
         return found[0] if found else None
     return Candidates(*[np.concatenate(column) for column in zip(*found, strict=True)])

@@ -78,10 +78,11 @@ def expected_end_ns(state: State) -> int:
 def expected_service(plan: ScheduledPlan, num_slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What a generation program is to serve, [slots] each, read-only: `Frame.expected_tokens` and on."""
     tokens, most = np.zeros(num_slots), np.zeros(num_slots, np.int64)
-    rows = [row for row, lane in enumerate(plan.lanes) if lane.role is LaneRole.DECODE]
-    slots = np.array([plan.lanes[row].handle.slot for row in rows], np.int64)
+    handles, roles, _, lengths, _, _ = zip(*plan.lanes, strict=True)
+    rows = np.array([role is LaneRole.DECODE for role in roles])
+    slots = np.array([slot for slot, _ in handles], np.int64)[rows]
     tokens[slots] = np.array(plan.expected_tokens)[rows] if plan.expected_tokens else 1.0
-    most[slots] = np.minimum(np.array([plan.lanes[row].length for row in rows], np.int64), packed_rows(plan.shape))
+    most[slots] = np.minimum(np.array(lengths, np.int64)[rows], packed_rows(plan.shape))
     columns = tokens, (most > 0).astype(np.float64), most
     for column in columns:
         column.setflags(write=False)

@@ -18,21 +18,25 @@ from helios_jax.scheduler.sequences import Stage, terminal_values
 
 
 class Race:
-    """The best score so far, and bounds for what is still to come.
-
-    Attributes:
-        least: Score that a candidate must reach to win, -inf while nothing measured competes.
-    """
+    """The best score so far, and bounds for what is still to come."""
 
     def __init__(self, decision: Decision) -> None:
-        self._decision, self.least = decision, -np.inf
+        self._decision, self._least = decision, -np.inf
+        self._unseen: list[Candidates] = []
         self._streams: tuple[np.ndarray, np.ndarray] | None = None
 
     def saw(self, found: list[Candidates]) -> None:
         """Candidates entered the race; only measured ones have a score to beat."""
-        for block in found:
+        self._unseen += found
+
+    @property
+    def least(self) -> float:
+        """Score that a candidate must reach to win, -inf while nothing measured competes."""
+        for block in self._unseen:
             rates = scores(block, self._decision.values.waiting)
-            self.least = max(self.least, float(rates.max(where=block.known, initial=-np.inf)))
+            self._least = max(self._least, float(rates.max(where=block.known, initial=-np.inf)))
+        self._unseen = []
+        return self._least
 
     def is_lost(self, stage: Stage, following: np.ndarray, prompts: np.ndarray) -> bool:
         """Whether no pair of a program of the stage and one of `following` can reach the best score.
