@@ -54,8 +54,8 @@ def complete(
     """Account for a completed frame.
 
     Returns:
-        The new state and the events, in lane order with decoding lanes last; a request's tokens
-        come before its end.
+        The new state and the events, in lane order: the order of the plan's lanes, the prompt row of
+        a mixed frame among them; a request's tokens come before its end.
 
     Raises:
         InvariantError: The timing or a lane's record is malformed, or the program allocates its target

@@ -35,7 +35,9 @@ class ProgramTable:
         extents: [programs, 4] batch, tokens, prompt and packed beside each other: what padding is measured by.
         padding_of: bool [programs, programs], [i, j] that i may be redundant padding of j: the kind is the
             same, no extent is smaller, and a cohort may mean the same in both. Copy programs count with
-            what they are supplied with, so of these any two may.
+            what they are supplied with, so of these any two may; a prompt alone proposes nothing, so
+            of mixed programs any two may as well.
+        physical: [programs] token rows that one execution computes, used or not (`physical_tokens`).
         class_source: [classes] row of the acceptance estimates that a lane of each class reads.
         delivers: bool [programs], those that decode.
         decode, prefill, ... : Row numbers of the kind; `delivering` are all that decode.
@@ -53,6 +55,7 @@ class ProgramTable:
     class_program: np.ndarray
     extents: np.ndarray
     padding_of: np.ndarray
+    physical: np.ndarray
     class_source: np.ndarray
     delivers: np.ndarray
     decode: np.ndarray
@@ -105,6 +108,7 @@ def tabulate(catalog: Catalog) -> ProgramTable:
         "depth": [shape.proposal_depth for shape in catalog],
         "packed": [packed_rows(shape) for shape in catalog],
         "prompt": [prompt_capacity(shape) for shape in catalog],
+        "physical": [physical_tokens(shape) for shape in catalog],
         "source": [SOURCES.index(shape.proposal_source) for shape in catalog],
     }
     device = np.array([shape.allocation is Allocation.PREFIX_LIMIT for shape in catalog])
@@ -135,6 +139,10 @@ def _padding_of(catalog: Catalog, extents: np.ndarray) -> np.ndarray:
     copies = np.array([shape.proposal_source is ProposalSource.COPY for shape in catalog])
     alike = (depth[:, None] == depth) & (device[:, None] == device) | copies[:, None] | copies
     no_smaller = (extents[:, None] >= extents).all(axis=2)
+    # The filter of mixed cohorts looks at three extents, and for a prompt alone at no proposals (`mixed`).
+    joint = np.array([shape.kind is ProgramKind.MIXED for shape in catalog])
+    alike |= joint[:, None] & joint
+    no_smaller = np.where(joint[:, None] & joint, (extents[:, None, :3] >= extents[:, :3]).all(axis=2), no_smaller)
     return (kind[:, None] == kind) & alike & no_smaller & ~np.eye(len(catalog), dtype=np.bool_)
 
 
