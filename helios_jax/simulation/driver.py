@@ -109,7 +109,8 @@ class Simulation:
         check: Check the invariants after every event.
         keep: Keep every plan and token (a long run has millions).
         refuse: Count requests that can never fit as refused instead of raising.
-        max_queue: Requests that may wait for a slot; a later one is refused. None = no bound.
+        max_queue: Requests that may wait for a slot once everyone who can has one; later ones are refused.
+            None = no bound.
         admission: Order of the waiting requests; first come, first served without one.
         copies: (request number, output tokens so far) -> copy proposals that the host offers next.
         observe: Called after every completion.
@@ -195,6 +196,16 @@ class Simulation:
             if number in self._handles:
                 self.scheduler.external_ready(self._handles[number])
                 self._checked()
+        self._admit_waiting()
+        while self._max_queue is not None and len(self._waiting) > self._max_queue:
+            self._refuse_waiting(len(self._waiting) - 1)  # the latest: those before it were within the bound
+
+    def _arrive(self, number: int) -> None:
+        self._waiting.append(number)
+        if self._admission:
+            self._admission.arrived(number)
+
+    def _admit_waiting(self) -> None:
         while self._waiting:
             index = self._admission.choose(self._waiting) if self._admission else 0
             number = self._waiting[index]
@@ -205,14 +216,6 @@ class Simulation:
             del self._waiting[index]
             self._admit(number)
 
-    def _arrive(self, number: int) -> None:
-        if self._max_queue is not None and len(self._waiting) >= self._max_queue:
-            self.requests[number].reason = "refused"
-            return
-        self._waiting.append(number)
-        if self._admission:
-            self._admission.arrived(number)
-
     def _can_admit(self, number: int, index: int) -> bool:
         """Whether the request gets a slot now; one that never can leaves the queue as refused."""
         try:
@@ -220,11 +223,15 @@ class Simulation:
         except RequestError:
             if not self._refuse:
                 raise
-            self.requests[number].reason = "refused"
-            del self._waiting[index]
-            if self._admission:
-                self._admission.left(number)
+            self._refuse_waiting(index)
             return False
+
+    def _refuse_waiting(self, index: int) -> None:
+        number = self._waiting[index]
+        self.requests[number].reason = "refused"
+        del self._waiting[index]
+        if self._admission:
+            self._admission.left(number)
 
     def _admit(self, number: int) -> None:
         spec = self._arrivals[number].spec

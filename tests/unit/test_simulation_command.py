@@ -187,6 +187,20 @@ def test_long_requests_and_full_queues_are_refused(
     assert json.loads(out)["requests"]["refused"] > 0
 
 
+@pytest.mark.parametrize("policy", ["balanced", "vtc"])
+def test_only_who_must_wait_counts_in_the_queue(
+    capsys: pytest.CaptureFixture[str], files: list[str], tmp_path: Path, policy: str
+) -> None:
+    idle = [*files, "--policy", policy, "--speed", "0.2", "--seconds", "5"]
+    _, out, _ = run(capsys, *idle, "--max-queue", "0")
+    assert json.loads(out)["requests"] == {"arrived": 10, "completed": 10, "refused": 0}
+    crowd = azure_file(tmp_path, [(0.0, 50, 5)] * 10)  # at the same moment
+    arguments = [str(crowd) if name == "--trace" else value for name, value in zip(["", *files], files, strict=False)]
+    for bound, completed in ((0, 8), (1, 9), (2, 10)):
+        _, out, _ = run(capsys, *arguments, "--policy", policy, "--max-queue", str(bound))
+        assert json.loads(out)["requests"] == {"arrived": 10, "completed": completed, "refused": 10 - completed}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
