@@ -54,12 +54,12 @@ def tiny_core_dir(cache_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_copy_core_dir(cache_dir: Path) -> Path:
-    """The tiny Llama with rounds of up to 3 copied proposals: 4 slots, context 128, chunk 64; 18 programs."""
+    """The tiny Llama with rounds of up to 3 copied proposals: 2 slots, context 128, chunk 64."""
     from helios_jax.aot import CoreOptions, prepare
     from tests.golden.tiny import tiny_checkpoint
 
-    out = cache_dir / "tiny-llama3-copy-4x128"
-    options = CoreOptions(max_slots=4, max_context=128, prefill_chunk=64, spec_method="copy", num_draft_tokens=3)
+    out = cache_dir / "tiny-llama3-copy-2x128"
+    options = CoreOptions(max_slots=2, max_context=128, prefill_chunk=64, spec_method="copy", num_draft_tokens=3)
     prepare(tiny_checkpoint("llama3"), options, out).close()
     return out
 
