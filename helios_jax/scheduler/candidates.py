@@ -13,6 +13,7 @@ import numpy as np
 from helios_jax.scheduler.cost import durations_ms
 from helios_jax.scheduler.lanes import class_sources, lane_tokens, prefix_survival
 from helios_jax.scheduler.packed import PromptRows, packed_cohorts
+from helios_jax.scheduler.programs import ProgramTable
 from helios_jax.scheduler.service import Rates, current_rates
 from helios_jax.scheduler.speculation import expected_tokens
 from helios_jax.scheduler.state import PROMPT, TERMINAL, State
@@ -24,6 +25,7 @@ from helios_jax.scheduler.utility import (
 )
 
 NS_PER_MS = 1e6
+EQUAL = 1e-12  # scores nearer than this share of their parts are equal: sums in another order differ by less
 
 
 class Candidates(NamedTuple):
@@ -40,7 +42,7 @@ class Candidates(NamedTuple):
         value: float64 [C] scaled service and age credit of the whole sequence.
         duration_ms: float64 [C] known time of the whole sequence; unmeasured stages add 0.
         known: bool [C] every stage has a measured duration.
-        padding: int64 [C] physical rows and tokens left unused, over all stages.
+        padding: int64 [C] physical token rows and request rows left unused, over all stages (`unused_rows`).
     """
 
     first: np.ndarray
@@ -83,6 +85,21 @@ def scores(candidates: Candidates, waiting: float) -> np.ndarray:
     """
     duration = np.where(candidates.known, candidates.duration_ms, 1.0)
     return np.where(candidates.known, candidates.value / duration - 0.5 * duration * waiting, candidates.value)
+
+
+def nearly_best(candidates: Candidates, rates: np.ndarray, waiting: float, eligible: np.ndarray) -> np.ndarray:
+    """The eligible candidates whose scores equal the best one's, int64 [ties].
+
+    Equal means up to `EQUAL` of a score's own parts, value / T and T / 2 * sum c (their difference may be
+    far smaller than its rounding). Totals of the same lanes are added in different orders, which
+    must not decide between candidates that the tie order is for.
+
+    Args:
+        rates: float64 [C], `scores` of the candidates.
+        eligible: bool [C], one at least.
+    """
+    parts = np.where(candidates.known, rates + candidates.duration_ms * waiting, rates)
+    return np.flatnonzero(eligible & (rates >= rates[eligible].max() - EQUAL * np.abs(parts)))
 
 
 class Decision(NamedTuple):
@@ -206,7 +223,7 @@ def prefill_candidates(decision: Decision, *, scored: bool) -> Candidates | None
     keep = undominated(lengths, state.programs.extents[programs]) & lengths.any(axis=1)
     keep &= ~redundant_unmeasured(decision, programs, lengths, slots, scored)
     work = scatter(lengths[keep], slots, state.limits.slots)
-    padding = prompt_padding(tokens[keep], capacity[keep], work)
+    padding = unused_rows(state.programs, programs[keep], work)
     return single_stage(programs[keep], work, totals[keep], decision.duration_ms[programs][keep], padding)
 
 
@@ -315,6 +332,18 @@ def redundant_mixed(decision: Decision, kind: np.ndarray, work: np.ndarray, prom
     smaller &= programs.lane_class[prepared] == programs.lane_class[kind, None]
     enough = (prompt >= demand) & (batch >= (work > 0).sum(axis=1)[:, None])
     return (prompt_slot >= 0) & unmeasured & (smaller & enough).any(axis=1)
+
+
+def unused_rows(programs: ProgramTable, which: np.ndarray, work: np.ndarray) -> np.ndarray:
+    """Padding of executions: the token rows that they compute for nobody, and their empty request rows; int64 [C].
+
+    The unit is the same for every kind, so that the tie order can compare them.
+
+    Args:
+        which: int64 [C] programs.
+        work: int64 [C, n] token rows that each request uses.
+    """
+    return programs.physical[which] + programs.batch[which] - work.sum(axis=1) - (work > 0).sum(axis=1)
 
 
 def prompt_padding(tokens: np.ndarray, capacity: np.ndarray, work: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from helios_jax.scheduler.candidates import (
     redundant_mixed,
     scatter,
     single_stage,
+    unused_rows,
 )
 from helios_jax.scheduler.joint import prefix_sums
 from helios_jax.scheduler.prerequisites import best_prompts
@@ -66,9 +67,8 @@ def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None, least
     prompt_slot = np.where(with_prompt, prompt, -1)
     keep = work.any(axis=1) & _undominated(decision, kind, work, prompt_slot, taken > 0)
     keep &= ~redundant_mixed(decision, kind, work, prompt_slot)
-    used = np.where(chosen, rows, 0).sum(axis=1) + np.where(with_prompt, prompt_work, 0)
-    padding = programs.prompt[kind] + programs.packed[kind] - used
-    return single_stage(kind[keep], work[keep], totals[keep], duration[keep], padding[keep], prompt_slot[keep])
+    kind, work = kind[keep], work[keep]
+    return single_stage(kind, work, totals[keep], duration[keep], unused_rows(programs, kind, work), prompt_slot[keep])
 
 
 def _ranked(values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,15 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, prompt_rows, scatter
 from helios_jax.scheduler.packed import usable_tokens
-from helios_jax.scheduler.sequences import Stage, fill_first, joined, kept, terminal_values, without_padding
+from helios_jax.scheduler.sequences import (
+    Stage,
+    fill_first,
+    joined,
+    kept,
+    terminal_values,
+    unused_first,
+    without_padding,
+)
 from helios_jax.scheduler.stages import next_boundary, window_end
 from helios_jax.scheduler.state import RESTORE, SNAPSHOT, VISION
 
@@ -162,5 +170,5 @@ def _alone(
         value=np.array([value]),
         duration_ms=decision.duration_ms[first],
         known=np.array([known]),
-        padding=state.programs.batch[first] - members.sum(axis=1),
+        padding=unused_first(decision, first, members),
     )

@@ -8,8 +8,8 @@ The life of a decision:
 3. An indeterminate candidate wins over a determinate one and then competes by value;
    determinate ones compete by value per time less the waiting that they impose. A full
    exploration ledger lets one probe displace a determinate winner (`refresh`).
-4. Ties fall by shorter known time, more served requests, less recently used requests, smaller
-   padding, mean time of last use, slot number.
+4. Scores that are equal but for rounding (`candidates.nearly_best`) fall by shorter known time,
+   more served requests, less recently used requests, smaller padding, mean time of last use, slot number.
 5. The winner becomes a `ScheduledPlan`. Nothing is changed: `lifecycle.commit` does that.
    Behind outstanding frames all of this happens on their projection, and a winner that needs
    an empty window makes the window drain instead of giving way (`queue`).
@@ -24,7 +24,15 @@ from functools import partial
 
 import numpy as np
 
-from helios_jax.scheduler.candidates import Candidates, Decision, new_decision, prefill_candidates, scores
+from helios_jax.scheduler.candidates import (
+    NS_PER_MS,
+    Candidates,
+    Decision,
+    nearly_best,
+    new_decision,
+    prefill_candidates,
+    scores,
+)
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.cost import stale
 from helios_jax.scheduler.lanes import program_tokens
@@ -118,15 +126,18 @@ def _all_candidates(decision: Decision, *, winner_only: bool) -> Candidates | No
 
 
 def _best(decision: Decision, candidates: Candidates, rates: np.ndarray, eligible: np.ndarray) -> int:
-    """Row of the best of the `eligible` candidates (bool [C], one at least): by score, then the tie order."""
-    best = rates[eligible].max()
-    tied = np.flatnonzero(eligible & (rates == best))
+    """Row of the best of the `eligible` candidates (bool [C], one at least): by score, then the tie order.
+
+    Every key is whole nanoseconds, counts or slots, so none of them is decided by rounding.
+    """
+    tied = nearly_best(candidates, rates, decision.values.waiting, eligible)
     if len(tied) == 1:
         return int(tied[0])
     served = candidates.members[tied] | (candidates.work[tied] > 0)
     used_ns = np.where(served, decision.state.requests.last_use_ns, _NEVER)
     count = served.sum(axis=1)
-    mean_use = np.where(served, used_ns, 0).sum(axis=1, dtype=np.float64) / count
+    # Only cohorts of as many requests get this far down the keys: their sums have the order of their means.
+    mean_use = np.where(served, used_ns - used_ns.min(), 0).sum(axis=1)
     keys = (
         candidates.first[tied],
         served.argmax(axis=1),
@@ -134,7 +145,7 @@ def _best(decision: Decision, candidates: Candidates, rates: np.ndarray, eligibl
         candidates.padding[tied],
         used_ns.min(axis=1),
         -count,
-        candidates.duration_ms[tied],
+        np.rint(candidates.duration_ms[tied] * NS_PER_MS),
     )
     return int(tied[np.lexsort(keys)[0]])
 

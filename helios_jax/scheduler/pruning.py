@@ -20,7 +20,7 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Decision
 
-ROUNDING = 1e-9  # far more than what sums in another order differ by
+ROUNDING = 1e-9  # of the parts of a score: far more than what makes two of them equal (`candidates.EQUAL`)
 
 
 def most_value(
@@ -54,7 +54,8 @@ def may_matter(decision: Decision, kind: np.ndarray, value: np.ndarray, least: f
     duration = decision.duration_ms[kind]
     known, held = duration > 0, np.where(duration > 0, duration, 1.0)
     rates = value / held - 0.5 * held * decision.values.waiting
-    hopeful: np.ndarray = ~known | (rates >= least - ROUNDING * abs(least))
+    parts = rates + held * decision.values.waiting
+    hopeful: np.ndarray = ~known | (rates >= least - ROUNDING * parts)
     if least == -np.inf or hopeful.all():
         return np.ones(len(kind), np.bool_)
     return hopeful | decision.state.programs.padding_of[kind[:, None], kind][hopeful].any(axis=0)

@@ -58,8 +58,8 @@ class Race:
         if len(stage.terminal):
             times = (np.broadcast_to(ms, total_ms.shape).ravel() for ms in (first_ms, rest_ms))
             value += terminal_values(decision, stage.terminal, *times).sum(axis=1).reshape(total_ms.shape)
-        best = float((value / total_ms - 0.5 * total_ms * decision.values.waiting).max())
-        return best < self.least - ROUNDING * abs(self.least)
+        gain, loss = value / total_ms, 0.5 * total_ms * decision.values.waiting
+        return float((gain - loss + ROUNDING * (gain + loss)).max()) < self.least
 
     def _deliveries(self, following: np.ndarray, rows: PromptRows | None, total_ms: np.ndarray) -> np.ndarray:
         """Bound of decoding and mixed programs: the best streams and the best prompt; float64 [F, Q]."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from helios_jax.scheduler.candidates import Candidates, Decision, scatter
+from helios_jax.scheduler.stages import next_features
 from helios_jax.scheduler.utility import undominated
 
 
@@ -75,6 +76,21 @@ def fill_first(needed: np.ndarray, stage: Stage, of: np.ndarray, batch: np.ndarr
     idle = stage.fits[of] & ~members[:, stage.waiting]
     members[:, stage.waiting] |= idle & (np.cumsum(idle, axis=1) <= free[:, None])
     return members
+
+
+def unused_first(decision: Decision, first: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Padding of prerequisites, int64 [C]: empty request rows, and of image encoders the token rows without features.
+
+    Args:
+        first: int64 [C] programs of one kind.
+        members: bool [C, slots] whom they serve.
+    """
+    state, programs = decision.state, decision.state.programs
+    unused = programs.batch[first] - members.sum(axis=1)
+    if not len(first) or not programs.physical[first[0]]:
+        return unused
+    slots = np.flatnonzero(members.any(axis=0))
+    return unused + programs.physical[first] - members[:, slots] @ next_features(state, slots)
 
 
 def pair_rows(
