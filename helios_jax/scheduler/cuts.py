@@ -134,11 +134,6 @@ def _split_ns(cover: np.ndarray, stops: list[int], endpoint: int) -> float:
     return float(cover[endpoint - start] + cover[end - endpoint] - cover[end - start])
 
 
-def next_cut(cuts: tuple[Cut, ...], consumed_len: int) -> Cut | None:
-    """The first cut beyond the consumed tokens."""
-    return next((cut for cut in cuts if cut.endpoint > consumed_len), None)
-
-
 def anchor_ahead(cuts: tuple[Cut, ...], consumed_len: int) -> int:
     """Endpoint of the anchor when it lies beyond the consumed tokens, else 0."""
     return next((cut.endpoint for cut in cuts if cut.role is Role.ANCHOR and cut.endpoint > consumed_len), 0)

@@ -249,6 +249,13 @@ class State:
     def __hash__(self) -> int:
         return hash(state_digest(self))
 
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: what is computed once and kept beside them (`service`, `queue`) is no part of the value."""
+        return {name: vars(self)[name] for name in _STATE_FIELDS}
+
+
+_STATE_FIELDS = tuple(field.name for field in dataclasses.fields(State))
+
 
 def new_state(catalog: Catalog, limits: Limits, policy: PolicyConfig | None = None) -> State:
     """A state without requests and without measurements.

@@ -1,10 +1,8 @@
-"""Value arithmetic and cohort selection: arrays in, arrays out, no state.
+"""Value arithmetic and the filter of redundant padding: arrays in, arrays out, no state.
 
 Every value of one decision is divided by one positive scale m, the largest absolute term, so
 that prices anywhere in float64 stay representable. Terms are formed as logarithms first:
 a coefficient times a reciprocal rate may overflow although their ratio to m does not.
-
-The cohort searches take programs along the first axis and requests along the second.
 """
 
 from __future__ import annotations
@@ -107,42 +105,6 @@ def scaled_values(policy: PolicyConfig, terms: Terms, longest_ms: float) -> Valu
             waiting=float(np.exp(waits - log_scale)),
             log_scale=log_scale,
         )
-
-
-def top_cohorts(values: np.ndarray, capacities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The highest additive lane values for each program: exact when no row budget binds.
-
-    Lane values are at least 0, and equal values prefer more requests, so a cohort is always as
-    full as it can be. Equal lanes keep the caller's order.
-
-    Args:
-        values: [C, n] lane values at each program's duration.
-        capacities: int [C] request rows.
-
-    Returns:
-        Membership bool [C, n] and total value [C].
-    """
-    order = np.argsort(-values, axis=1, kind="stable")
-    chosen = np.arange(values.shape[1]) < capacities[:, None]
-    totals = np.where(chosen, np.take_along_axis(values, order, 1), 0.0).sum(axis=1)
-    members = np.zeros(values.shape, np.bool_)
-    np.put_along_axis(members, order, chosen, 1)
-    return members, totals
-
-
-def top_order(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slots by value, larger first, and the prefix sums of their values.
-
-    Args:
-        values: [C, n].
-
-    Returns:
-        int64 [C, n] order (equal values keep the caller's) and float64 [C, n + 1] sums.
-    """
-    order = np.argsort(-values, axis=1, kind="stable")
-    sums = np.zeros((len(values), values.shape[1] + 1))
-    np.cumsum(np.take_along_axis(values, order, 1), axis=1, out=sums[:, 1:])
-    return order, sums
 
 
 def undominated(cohorts: np.ndarray, capacities: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ import pytest
 from helios_jax.scheduler import PolicyConfig, ScheduledPlan, SelectionReason, State, new_state, plan_next
 from helios_jax.scheduler.packed import PromptRows, packed_cohorts
 from helios_jax.scheduler.state import Phase
-from helios_jax.scheduler.utility import top_cohorts
 from tests.unit.scheduler_oracle import Oracle
 from tests.unit.scheduler_toy import admitted, measured, request, small_catalog, small_limits
 
@@ -159,17 +158,6 @@ def test_one_extreme_coefficient_keeps_the_order(name: str, factor: float) -> No
 def exact_exp(exponent: float) -> Fraction:
     """exp of any float64 exponent that scores have, without overflow."""
     return Fraction(math.exp(exponent / 8)) ** 8
-
-
-def test_top_cohorts_equal_every_combination() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        values, capacity = rng.random((3, 5)), rng.integers(1, 8, 3)
-        members, totals = top_cohorts(values, capacity)
-        for row in range(3):
-            k = min(int(capacity[row]), 5)
-            assert members[row].sum() == k
-            assert totals[row] == pytest.approx(np.sort(values[row])[-k:].sum())
 
 
 def test_permuted_slots_give_the_permuted_plan() -> None:

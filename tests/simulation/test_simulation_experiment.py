@@ -77,7 +77,7 @@ def test_device_time_follows_the_profile_and_the_acceptance(tmp_path: Path) -> N
     experiment = Experiment(profile=profile, policy="fcfs-prefill", seconds=1.0, acceptance=table, host_ms=0.0)
     outcome = run_experiment(experiment, lone)
     rounds = len(outcome.requests[0].gaps_ns)
-    assert 2999 / rounds == pytest.approx(table.mean_length, rel=0.05)
+    assert 2999 / rounds == pytest.approx(1 + sum(table.rates), rel=0.05)
     gaps = np.array(outcome.requests[0].gaps_ns) / 1e6
     expected = np.interp(2000, [1, 32768], [gaps.min(), gaps.max()])
     width_four = 6.1681 + 0.4267 + 3 * 0.3203  # linear and head of four rows, three drafts

@@ -13,7 +13,6 @@ from helios_jax.scheduler.cuts import (
     copy_is_due,
     cover_ns,
     earned_ns,
-    next_cut,
     plan_cuts,
     terminal_is_due,
 )
@@ -111,11 +110,8 @@ def test_a_fraction_of_zero_disables_extras() -> None:
     assert planned(100, (20, 80), known=SMOOTH, fraction=0.0).cuts == (Cut(80, Role.ANCHOR, 0),)
 
 
-def test_the_next_cut_lies_beyond_what_is_consumed() -> None:
+def test_the_anchor_lies_ahead_until_it_is_consumed() -> None:
     cuts = planned(100, (20, 80), known=SMOOTH).cuts
-    assert [next_cut(cuts, consumed) for consumed in (0, 19, 20, 79, 80, 99, 100)] == [
-        cuts[0], cuts[0], cuts[1], cuts[1], cuts[2], cuts[2], None,
-    ]  # fmt: skip
     assert [anchor_ahead(cuts, consumed) for consumed in (0, 79, 80)] == [80, 80, 0]
 
 

@@ -377,6 +377,18 @@ def test_states_are_values() -> None:
     assert step(state)[0] != state
 
 
+def test_what_is_kept_beside_the_fields_is_not_pickled() -> None:
+    """Rates and projections are computed once for a state; a copy computes its own, and saves no room for them."""
+    state, _ = decoding_state(3)
+    fields, lean = {field.name for field in dataclasses.fields(state)}, pickle.dumps(state)
+    plan = plan_next(state)
+    assert set(vars(state)) > fields
+    assert pickle.dumps(state) == lean
+    copy = pickle.loads(lean)
+    assert set(vars(copy)) == fields
+    assert plan_next(copy) == plan
+
+
 def test_scheduler_holds_the_state() -> None:
     scheduler = Scheduler(small_catalog(), small_limits())
     assert scheduler.can_admit(request())
