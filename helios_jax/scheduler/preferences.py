@@ -25,7 +25,19 @@ _COEFFICIENTS = (
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def _shown(value: object) -> str:
+    """A value for a message; Python refuses to write out integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,17 +84,17 @@ class PolicyConfig:
         for name in _COEFFICIENTS:
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
-                raise ConfigError(f"{name} must be finite and nonnegative (0 disables it), got {value!r}")
+                raise ConfigError(f"{name} must be finite and nonnegative (0 disables it), got {_shown(value)}")
         for name in ("adaptation_ms", "adaptive_verification_alpha"):
             value = getattr(self, name)
             if not _is_number(value) or value <= 0:
-                raise ConfigError(f"{name} must be finite and greater than zero, got {value!r}")
+                raise ConfigError(f"{name} must be finite and greater than zero, got {_shown(value)}")
         if self.speculation not in SPECULATION_MODES:
             allowed = ", ".join(SPECULATION_MODES)
-            raise ConfigError(f"speculation must be one of {allowed}, got {self.speculation!r}")
+            raise ConfigError(f"speculation must be one of {allowed}, got {_shown(self.speculation)}")
         ttl = self.estimate_ttl_ns
         if not isinstance(ttl, int) or isinstance(ttl, bool) or not 0 < ttl < 2**62:
-            raise ConfigError(f"estimate_ttl_ns must be a positive integer below 2**62, got {ttl!r}")
+            raise ConfigError(f"estimate_ttl_ns must be a positive integer below 2**62, got {_shown(ttl)}")
 
 
 POLICY_PRESETS = ("balanced", "throughput")

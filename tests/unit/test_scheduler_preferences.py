@@ -31,10 +31,17 @@ def test_defaults_are_the_specification_s() -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf, -math.inf, "1", None, True])
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, -math.inf, "1", None, True, -(10**400)])
 def test_every_field_is_checked(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         PolicyConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("exponent", [400, 5000])
+def test_integers_that_no_float_holds(name: str, exponent: int) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*got an integer of [0-9]+ bits"):
+        PolicyConfig(**{name: 10**exponent})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", FIELDS)
