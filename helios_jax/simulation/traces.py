@@ -24,6 +24,8 @@ import datetime
 import io
 import json
 import math
+import os.path
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,10 @@ PROMPT_MEDIAN, PROMPT_SIGMA, MAX_PROMPT = 512.0, 1.0, 8192
 OUTPUT_MEDIAN, OUTPUT_SIGMA, MAX_OUTPUT = 128.0, 0.8, 2048
 MOONCAKE_GRID_S = 3.0
 SYNTHETIC_CLIENTS = 8  # of traces that name none: client k sends a share proportional to 1/k
-MAX_REQUESTS = 5_000_000
+MAX_REQUESTS = 2_000_000  # about 1 KB each
+MAX_LENGTH = 2**31 - 1
+SHAPES = (0.01, 10_000.0)  # of gamma and Weibull gaps; measured ones are 0.014 to 16
+MAX_RATE = 1e6  # of one client, requests a second
 CREDITS = {
     "azure": "Azure/AzurePublicDataset (CC-BY-4.0), Splitwise, ISCA 2024",
     "mooncake": "kvcache-ai/Mooncake FAST25-release (Apache-2.0)",
@@ -81,7 +86,7 @@ def load_trace(
         speed: Arrivals a second are multiplied by it.
         seed: Of jitter, lengths and arrival processes.
         start_s: Where in the trace the run begins.
-        rate: Requests a second of a file that has lengths only.
+        rate: Requests a second of a file that has lengths only; refused with any other.
 
     Raises:
         ConfigError: Unreadable, unknown or malformed file, or a parameter out of range; the message
@@ -92,10 +97,17 @@ def load_trace(
             raise ConfigError(f"{name} must be finite and greater than zero, got {value}")
     if not math.isfinite(start_s) or start_s < 0:
         raise ConfigError(f"the start must be finite and at least 0, got {start_s}")
+    if seed < 0:
+        raise ConfigError(f"seed must be at least 0, got {seed}")
     window = (start_s, start_s + seconds * speed)
     rng = np.random.default_rng(seed)
     kind, at_s, prompt_len, output_len, client = _columns(source, window, rng, rate)
+    if rate is not None and kind != "lengths":
+        raise ConfigError(f"{source} has arrival times of its own; the rate belongs to files that have lengths only")
+    if start_s and kind in ("lengths", "poisson"):
+        raise ConfigError(f"{source} has Poisson arrivals, which are the same from any start; leave the start out")
     keep = (at_s >= window[0]) & (at_s < window[1])
+    _bounded(int(keep.sum()))
     order = np.flatnonzero(keep)[np.argsort(at_s[keep], kind="stable")]
     if client is None:
         client = _synthetic_clients(len(at_s), rng)
@@ -142,9 +154,9 @@ def _rate_of(source: str) -> float:
 
 
 def _split(source: str) -> tuple[Path, str | None]:
-    if not Path(source).exists() and ":" in source:
+    if not os.path.exists(source) and ":" in source:  # of os.path: too long a name is no file, not an error
         name, _, category = source.partition(":")
-        if Path(name).is_file():
+        if os.path.isfile(name):
             return Path(name), category
     return Path(source), None
 
@@ -160,13 +172,20 @@ def _read(path: Path) -> str:
     return text
 
 
+_EPOCH = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)?")
+
+
 def _azure(path: Path, text: str) -> _Columns:
-    """The first row is second 0."""
+    """The first row is second 0. Times of 2023 have 100 ns and no offset, those of 2024 an offset: UTC without one."""
 
     def convert(row: list[str]) -> tuple[float, int, int]:
-        moment, fraction = row[0].split(".") if "." in row[0] else (row[0], "0")
-        seconds = datetime.datetime.fromisoformat(moment).replace(tzinfo=datetime.UTC).timestamp()
-        return seconds + float(f"0.{fraction}"), int(row[1]), int(row[2])
+        match = _MOMENT.fullmatch(row[0].strip())
+        if match is None:
+            raise ValueError("the time is not YYYY-MM-DD HH:MM:SS.FRACTION, with an offset or without")
+        moment, fraction, offset = match.groups()  # `datetime` would cut the fraction
+        seconds = datetime.datetime.fromisoformat(moment + (offset or "+00:00")) - _EPOCH
+        return seconds.total_seconds() + float(fraction or 0), int(row[1]), int(row[2])
 
     at_s, prompt, output = _rows(path, text, convert).T
     return "azure", at_s - at_s.min(), prompt.astype(np.int64), output.astype(np.int64), None
@@ -183,23 +202,30 @@ def _lengths(path: Path, text: str, window: _Window, rng: np.random.Generator, r
 
 def _rows(path: Path, text: str, convert: Callable[[list[str]], tuple[float, int, int]]) -> np.ndarray:
     """float64 [n, (seconds, prompt, output)] of a CSV file with a header."""
-    rows = []
-    for number, row in enumerate(csv.reader(io.StringIO(text)), 1):
-        if number == 1 or not row:
-            continue
-        try:
-            rows.append(_positive(convert(row)))
-        except (ValueError, IndexError) as error:
-            raise ConfigError(f"{path}, line {number}: {','.join(row)[:80]!r} is no request ({error})") from error
+    rows, lines = [], csv.reader(io.StringIO(text))
+    next(lines)
+    try:
+        for row in lines:
+            if row:
+                rows.append(_positive(convert(row)))
+    except (ValueError, IndexError, OverflowError, csv.Error) as error:
+        found = text.splitlines()[lines.line_num - 1 : lines.line_num]
+        raise ConfigError(f"{path}, line {lines.line_num}: {''.join(found)[:80]!r} is no request ({error})") from error
     if not rows:
         raise ConfigError(f"the trace {path} holds no requests")
     return np.array(rows, np.float64)
 
 
 def _positive(row: tuple[float, int, int]) -> tuple[float, int, int]:
-    if not math.isfinite(row[0]) or not (1 <= row[1] < 2**31 and 1 <= row[2] < 2**31):
-        raise ValueError("times must be finite and lengths at least 1")
+    if not math.isfinite(row[0]) or not (1 <= row[1] <= MAX_LENGTH and 1 <= row[2] <= MAX_LENGTH):
+        raise ValueError(f"times must be finite and lengths at least 1, at most {MAX_LENGTH}")
     return row
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"a length must be a whole number, not {str(value)[:20]}")
+    return value
 
 
 def _mooncake(path: Path, text: str, rng: np.random.Generator) -> _Columns:
@@ -209,9 +235,11 @@ def _mooncake(path: Path, text: str, rng: np.random.Generator) -> _Columns:
             continue
         try:
             entry = json.loads(line)
-            row = (entry["timestamp"] / 1000.0, int(entry["input_length"]), int(entry["output_length"]))
+            row = (entry["timestamp"] / 1000.0, _whole(entry["input_length"]), _whole(entry["output_length"]))
             rows.append(_positive(row))
-        except (ValueError, KeyError, TypeError) as error:
+        except KeyError as error:
+            raise ConfigError(f"{path}, line {number}: no request ({error} is missing)") from error
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: no request ({error})") from error
     at_s, prompt, output = np.array(rows, np.float64).T
     at_s = at_s + rng.uniform(0.0, MOONCAKE_GRID_S, len(at_s))
@@ -222,7 +250,9 @@ def _servegen(path: Path, text: str, category: str | None, window: _Window, rng:
     try:
         models = json.loads(text)
         categories = sorted({model["category"] for model in models})
-    except (ValueError, KeyError, TypeError) as error:
+        if not all(isinstance(name, str) for name in categories):
+            raise TypeError("a category that is no text")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is no list of client models ({error})") from error
     if category not in categories:
         given = "needs a category" if category is None else f"has no category {category!r}"
@@ -230,7 +260,7 @@ def _servegen(path: Path, text: str, category: str | None, window: _Window, rng:
     chosen = [model for model in models if model["category"] == category]
     try:
         parts = [_client(model, number, window, rng) for number, model in enumerate(chosen)]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise ConfigError(f"{path}: a client model of {category} is malformed ({error!r})") from error
     at_s, prompt, output, client = (np.concatenate(column) for column in zip(*parts, strict=True))
     return "servegen", at_s, prompt, output, client
@@ -245,25 +275,39 @@ def _client(model: dict[str, Any], number: int, window: _Window, rng: np.random.
     times = []
     for begin, rate, _, family, shape, _ in model["windows_10min"]:
         low, high = max(window[0], begin), min(window[1], begin + 600.0)
-        if rate <= 0 or high <= low:
+        if rate <= 0 or high <= low:  # NaN goes on and is refused
             continue
+        if not (SHAPES[0] <= shape <= SHAPES[1] and rate <= MAX_RATE):
+            raise ValueError(f"shape {shape} is not in [{SHAPES[0]:g}, {SHAPES[1]:g}], or rate {rate} too large")
         count = _bounded(rate * (high - low))
         draws = rng.weibull(shape, count) if family == "Weibull" else rng.gamma(shape, 1.0, count)
         mean = math.gamma(1.0 + 1.0 / shape) if family == "Weibull" else shape
         at = low + np.cumsum(draws) / (mean * rate)
         times.append(at[at < high])
     at_s = np.concatenate(times) if times else np.zeros(0)
-    levels = np.array(model["quantile_pct"], np.float64) / 100.0
+    levels = _rising(model["quantile_pct"], 100.0) / 100.0
     begins = sorted(int(begin) for begin in model["token_quantiles_6h"])
+    if not begins:
+        raise ValueError("token_quantiles_6h is empty")
     lengths = np.ones((2, len(at_s)), np.int64)
     period = np.searchsorted(begins, at_s, side="right") - 1
     for index, begin in enumerate(begins):
         members = np.maximum(period, 0) == index
         quantiles = model["token_quantiles_6h"][str(begin)]
         for row, key in enumerate(("input_tokens", "output_tokens")):
-            drawn = np.interp(rng.uniform(size=int(members.sum())), levels, quantiles[key])
+            values = _rising(quantiles[key], MAX_LENGTH)
+            drawn = np.interp(rng.uniform(size=int(members.sum())), levels, values)
             lengths[row, members] = np.maximum(1, np.rint(drawn))
     return at_s, lengths[0], lengths[1], np.full(len(at_s), number)
+
+
+def _rising(values: Any, most: float) -> np.ndarray:
+    """float64 of quantiles or of their levels; np.interp would take anything, and say nothing of a fall."""
+    column = np.array(values, np.float64)
+    within = (column >= 0) & (column <= most)
+    if column.ndim != 1 or not len(column) or not within.all() or (np.diff(column) < 0).any():
+        raise ValueError(f"quantiles and levels must rise within [0, {most:g}]")
+    return column
 
 
 def _poisson(rate: float, window: _Window, rng: np.random.Generator) -> _Columns:

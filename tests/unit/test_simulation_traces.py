@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ def test_azure_times_are_those_of_the_file(tmp_path: Path) -> None:
     assert trace.at_s == pytest.approx([0, 2.25, 59.75], abs=1e-6)
     assert trace.prompt_len.tolist() == [10, 20, 30]
     assert trace.output_len.tolist() == [3, 4, 5]
+
+
+def test_azure_times_of_2024_have_an_offset(tmp_path: Path) -> None:
+    path = tmp_path / "azure2024.csv"
+    rows = ["2024-05-10 00:00:00.009930+00:00,2162,5", "2024-05-10 02:00:02+02:00,2399,6", "2024-05-10 00:00:03,1,2",
+            "2024-05-10T00:00:04.5Z,1,2"]  # fmt: skip
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    trace = load_trace(str(path), seconds=100)
+    assert trace.at_s == pytest.approx([0, 1.99007, 2.99007, 4.49007], abs=1e-6)
+    assert trace.prompt_len.tolist() == [2162, 2399, 1, 1]
 
 
 def test_speed_multiplies_the_load_and_start_skips(tmp_path: Path) -> None:
@@ -115,13 +126,56 @@ def test_the_shared_traces_are_read_whole(name: str, kind: str, requests: int) -
     file, _, category = name.partition(":")
     path = shared_data(file)
     source = f"{path}:{category}" if category else str(path)
-    trace = load_trace(source, seconds=3600, rate=1.0)
+    trace = load_trace(source, seconds=3600, rate=1.0 if kind == "lengths" else None)
     assert trace.kind == kind
     exact = kind in ("azure", "mooncake")
     assert len(trace) == requests if exact else len(trace) > requests
     assert (np.diff(trace.at_s) >= 0).all()
     assert trace.prompt_len.min() >= 1
     assert trace.output_len.min() >= 1
+
+
+def mooncake(**changes: str) -> str:
+    """One line of a trace, values as JSON text."""
+    entry = {"timestamp": "0", "input_length": "5", "output_length": "5", **changes}
+    return "{" + ", ".join(f'"{key}": {value}' for key, value in entry.items()) + "}\n"
+
+
+def clients(shape: object = 1.0, rate: object = 20.0, **changes: Any) -> str:
+    """A file of one client model."""
+    return json.dumps([client_model(windows_10min=[[0, rate, 1.0, "Weibull", shape, 0.1]], **changes)])
+
+
+def quantiles(*values: object) -> dict[str, Any]:
+    return {"0": {"input_tokens": values, "output_tokens": [1, 2, 3]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (clients(shape=0), "chat is malformed .*shape 0"),
+        (clients(shape=0.001), r"chat is malformed .*shape 0\.001"),
+        (clients(shape=math.nan), "chat is malformed .*shape nan"),
+        (clients(shape=1e9), "chat is malformed .*shape 1000000000"),
+        (clients(rate=math.nan), "chat is malformed .*rate nan"),
+        (clients(rate=1e300), "chat is malformed .*too large"),
+        (clients(rate=None), "chat is malformed"),
+        (clients(category=None), "is no list of client models .*a category that is no text"),
+        (clients(token_quantiles_6h=quantiles(1, math.nan, 3)), "chat is malformed .*must rise within"),
+        (clients(token_quantiles_6h=quantiles(1, 2, 1e30)), "chat is malformed .*must rise within"),
+        (clients(token_quantiles_6h=quantiles(3, 2, 1)), "chat is malformed .*must rise within"),
+        (clients(token_quantiles_6h=quantiles(1, 2)), "chat is malformed .*same length"),
+        (clients(token_quantiles_6h=quantiles("a", 2, 3)), "chat is malformed"),
+        (clients(token_quantiles_6h={}), "chat is malformed .*token_quantiles_6h is empty"),
+        (clients(token_quantiles_6h=None), "chat is malformed"),
+        (clients(quantile_pct=[]), "chat is malformed .*must rise within"),
+    ],
+)
+def test_broken_client_models_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "clients.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_trace(f"{path}:chat", seconds=10)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +188,17 @@ def test_the_shared_traces_are_read_whole(name: str, kind: str, requests: int) -
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,1\n", "line 2"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,0,5\n", "lengths at least 1"),
         ('{"timestamp": 0}\n', "line 1: no request"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.5+25:00,1,2\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.5e9,1,2\n", "line 2: .*the time is not"),
+        (f"TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,{10**400},2\n", "line 2: .*at most 2147483647"),
+        (f"TIMESTAMP,ContextTokens,GeneratedTokens\n{'9' * 200_000},1,2\n", "line 2: .*field larger"),
         ("{broken\n", "line 1: no request"),
+        (mooncake(input_length="Infinity"), "line 1: no request .a length must be a whole number, not inf"),
+        (mooncake(input_length="10.7"), "line 1: no request .a length must be a whole number, not 10.7"),
+        (mooncake(output_length="true"), "line 1: no request .a length must be a whole number, not True"),
+        (mooncake(timestamp="NaN"), "line 1: no request .times must be finite"),
+        (mooncake(timestamp="1" + "0" * 400), "line 1: no request"),
+        (mooncake(output_length="1" + "0" * 400), "line 1: no request .*at most 2147483647"),
         ("[1, 2]", "is no list of client models"),
     ],
 )
@@ -153,6 +217,10 @@ def test_broken_traces_are_named(tmp_path: Path, text: str, message: str) -> Non
         ("poisson:nan", {}, "needs a rate"),
         ("poisson:1e9", {}, "shorten --seconds"),
         ("poisson:1", {"seconds": 0.0}, "seconds must be finite"),
+        ("poisson:1", {"rate": 2.0}, "has arrival times of its own"),
+        ("poisson:1", {"start_s": 2.0}, "are the same from any start"),
+        ("poisson:1", {"seed": -1}, "seed must be at least 0, got -1"),
+        ("x" * 5000, {}, "cannot read the trace"),
         ("poisson:1", {"speed": -2.0}, "speed must be finite"),
         ("poisson:1", {"start_s": -2.0}, "start must be finite"),
         ("/nonexistent/trace.csv", {}, "cannot read the trace"),
