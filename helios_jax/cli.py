@@ -222,7 +222,7 @@ def _add_simulation_options(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--slots", type=int, default=64, metavar="N", help="requests at the same time (%(default)s)")
     group.add_argument("--max-context", type=int, default=16384, metavar="N", help="longest request (%(default)s)")
     group.add_argument("--prefill-chunk", type=int, default=2048, metavar="N", help="largest prefill (%(default)s)")
-    group.add_argument("--token-budget", type=int, default=512, metavar="N", help="of fcfs-chunked (%(default)s)")
+    group.add_argument("--token-budget", type=int, metavar="N", help="tokens of a step of fcfs-chunked (512)")
     group.add_argument("--kv-gib", type=float, default=50.0, metavar="G", help="cache, GiB (%(default)g)")
     group.add_argument("--host-ms", type=float, default=0.2, metavar="MS", help="host time of a step (%(default)g)")
     group.add_argument("--frames", type=int, choices=(1, 2), default=2, help="frames in flight (%(default)s)")
@@ -235,12 +235,15 @@ def _add_simulation_options(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--slo-ttft-ms", type=float, default=1000.0, metavar="MS", help="objective (%(default)g)")
     group.add_argument("--slo-gap-ms", type=float, default=100.0, metavar="MS", help="objective (%(default)g)")
     group.add_argument("--report", type=Path, metavar="FILE", help="JSON report (standard output)")
-    group.add_argument("--html", type=Path, metavar="FILE", help="page with plots")
+    group.add_argument("--html", type=Path, metavar="FILE", help="page with plots, of several loads")
+    group.add_argument("--load-seconds", type=float, metavar="S", help="of each run for goodput over load (60)")
     group.add_argument(
-        "--load-seconds", type=float, default=60.0, metavar="S", help="of each run for goodput over load (%(default)g)"
-    )
-    group.add_argument(
-        "--compare", nargs="+", choices=POLICIES + BASELINES, default=(), metavar="POLICY", help="also on that plot"
+        "--compare",
+        nargs="+",
+        choices=POLICIES + BASELINES,
+        default=(),
+        metavar="POLICY",
+        help="also on that plot",
     )
     group.add_argument("--jobs", type=int, metavar="N", help="processes for those runs (one a core)")
     group.add_argument("--check", action="store_true", help="check every invariant at every step (slow)")

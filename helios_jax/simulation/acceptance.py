@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os.path
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,6 @@ class AcceptanceTable:
     def depth(self) -> int:
         """Positions that were measured."""
         return len(self.rates)
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens a round when every position is drafted, the bonus token included."""
-        return 1.0 + sum(self.rates)
 
     def conditional(self) -> np.ndarray:
         """float64 [depth], probability of position d given that the ones before it were accepted."""
@@ -135,9 +131,9 @@ def _split(source: str) -> tuple[Path, str]:
     """The longest prefix before a colon that is a file."""
     cuts = [i for i, letter in enumerate(source) if letter == ":"]
     for cut in reversed(cuts):
-        if Path(source[:cut]).is_file():
+        if os.path.isfile(source[:cut]):
             return Path(source[:cut]), source[cut + 1 :]
-    if Path(source).is_file():
+    if os.path.isfile(source):
         raise ConfigError(f"--acceptance takes FILE:NAME; {source} has {', '.join(_tables(Path(source)))}")
     raise ConfigError(f"--acceptance takes FILE:NAME, and {source.partition(':')[0]} is no file")
 

@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from helios_jax.errors import ConfigError
+from helios_jax.scheduler.preferences import POLICY_PRESETS
 from helios_jax.simulation.acceptance import acceptance_names, load_acceptance
-from helios_jax.simulation.experiment import Experiment, Outcome, Progress, run_experiment
+from helios_jax.simulation.experiment import MIN_SECONDS, Experiment, Outcome, Progress, run_experiment
 from helios_jax.simulation.page import Load, load_of, make_page
 from helios_jax.simulation.profiles import load_profile, profile_ids
 from helios_jax.simulation.report import Objectives, as_json
 from helios_jax.simulation.traces import Trace, load_trace
 
 LOAD_FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the given speed, for goodput over load
+LOAD_SECONDS = 60.0
 MAX_JOBS = 8
 
 
@@ -39,12 +41,8 @@ def simulate(options: argparse.Namespace) -> None:
         _list(options)
         return
     experiment, source = experiment_of(options), source_of(options)
-    for path in (options.report, options.html):
-        _check_writable(path)
-    if not options.load_seconds > 0:
-        raise ConfigError(f"load_seconds must be greater than zero, got {options.load_seconds}")
-    if options.jobs is not None and options.jobs < 1:
-        raise ConfigError(f"jobs must be at least 1, got {options.jobs}")
+    _check_outputs(options)
+    _check_used(options)
     trace = load_trace(speed=options.speed, **source)
     if not len(trace):
         raise ConfigError(f"no request of {options.trace} arrives within {options.seconds:g} s; try another --start")
@@ -77,7 +75,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
         acceptance=load_acceptance(options.acceptance) if options.acceptance is not None else None,
         objectives=Objectives(ttft_ms=options.slo_ttft_ms, gap_ms=options.slo_gap_ms),
         prefill_chunk=options.prefill_chunk,
-        token_budget=options.token_budget,
+        **({} if options.token_budget is None else {"token_budget": options.token_budget}),
         max_context=options.max_context,
         kv_gib=options.kv_gib,
         host_ms=options.host_ms,
@@ -132,12 +130,33 @@ def _list(options: argparse.Namespace) -> None:
         print("\n".join(acceptance_names(Path(options.acceptance))))
 
 
-def _check_writable(path: Path | None) -> None:
-    """A long run must not end at a path that was wrong from the start."""
-    if path is None:
-        return
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {path}: it is a directory, or its directory does not exist")
+def _check_outputs(options: argparse.Namespace) -> None:
+    """A long run must not end at a path or a number that was wrong from the start."""
+    paths = [path for path in (options.report, options.html) if path is not None]
+    for path in paths:
+        place = path if os.path.exists(path) else path.absolute().parent
+        if os.path.isdir(path) or not os.path.exists(place) or not os.access(place, os.W_OK):
+            raise ConfigError(f"cannot write {path}: it is a directory, its directory does not exist, or no permission")
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise ConfigError(f"--report and --html are the same file, {options.html}; the page would replace the report")
+    if options.load_seconds is not None and not options.load_seconds >= MIN_SECONDS:
+        raise ConfigError(f"load_seconds must be at least {MIN_SECONDS:g}, got {options.load_seconds}")
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError(f"jobs must be at least 1, got {options.jobs}")
+
+
+def _check_used(options: argparse.Namespace) -> None:
+    """An option that nothing of the run would look at is a mistake of the caller's; the trace checks its own."""
+    policies = {options.policy, *options.compare}
+    if options.html is None:
+        for name, given in (("--compare", options.compare), ("--load-seconds", options.load_seconds)):
+            if given:
+                raise ConfigError(f"{name} is for the page; give --html FILE too")
+    if options.token_budget is not None and "fcfs-chunked" not in policies:
+        raise ConfigError(f"{options.policy} has no token budget; --token-budget belongs to fcfs-chunked")
+    if options.warm and not policies & set(POLICY_PRESETS):
+        presets = " and ".join(POLICY_PRESETS)
+        raise ConfigError(f"{options.policy} knows no durations that --warm could give; it belongs to {presets}")
 
 
 def _write(path: Path | None, text: str) -> None:
@@ -157,7 +176,7 @@ def _loads(
 
     The run that was made is one of them when it is as long as they are.
     """
-    seconds = min(experiment.seconds, options.load_seconds)
+    seconds = min(experiment.seconds, options.load_seconds or LOAD_SECONDS)
     same = seconds == experiment.seconds
     tasks = []
     for policy in dict.fromkeys([experiment.policy, *options.compare]):

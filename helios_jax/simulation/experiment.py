@@ -48,6 +48,9 @@ PAGE_SIZE = 64
 PROMPT_ROWS = (1, 8)  # request rows of prefill programs: alone, and packed
 WARM_CONTEXT = 1024
 GIB = 2**30
+MIN_SECONDS, MAX_SECONDS = 1e-3, 1e7  # of arrivals: the mix has intervals of ns within it, times must fit 64 bits
+MAX_KV_GIB = 2.0**20
+MAX_HOST_MS = 60_000.0
 Progress = Callable[[float], None]  # share of the window that has passed, 0 to 1 and beyond
 
 
@@ -98,20 +101,23 @@ class Experiment:
             raise ConfigError(f"unknown policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
         for name, low, high in (
             ("slots", 1, MAX_SLOTS), ("prefill_chunk", 64, 65536), ("token_budget", 64, 65536),
-            ("max_context", 2, 2**24), ("frames", 1, 2), ("max_queue", 0, 2**31),
+            ("max_context", 2, 2**24), ("frames", 1, 2), ("max_queue", 0, 2**31), ("seed", 0, 2**64 - 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{name} must be in [{low}, {high}], got {value}")
-        for name in ("seconds", "kv_gib"):
-            if not math.isfinite(getattr(self, name)) or getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be finite and greater than zero, got {getattr(self, name)}")
+        for name, most in (("seconds", MAX_SECONDS), ("kv_gib", MAX_KV_GIB)):
+            value = getattr(self, name)
+            if not 0 < value <= most:
+                raise ConfigError(f"{name} must be finite and greater than zero, at most {most:g}, got {value}")
+        if self.seconds < MIN_SECONDS:
+            raise ConfigError(f"seconds must be at least {MIN_SECONDS:g}, got {self.seconds}")
         for name in ("ttft_ms", "gap_ms"):
             value = getattr(self.objectives, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"slo_{name} must be finite and greater than zero, got {value}")
-        if not math.isfinite(self.host_ms) or self.host_ms < 0:
-            raise ConfigError(f"host_ms must be finite and at least 0, got {self.host_ms}")
+        if not 0 <= self.host_ms <= MAX_HOST_MS:
+            raise ConfigError(f"host_ms must be finite and at least 0, at most {MAX_HOST_MS:g}, got {self.host_ms}")
         if self.preferences and self.policy not in POLICY_PRESETS:
             raise ConfigError(f"{self.policy} has no preferences; they belong to {' and '.join(POLICY_PRESETS)}")
 
@@ -129,7 +135,8 @@ class Experiment:
         for name, value in self.preferences:
             if name not in known:
                 raise ConfigError(f"unknown preference {name!r}; choose one of {', '.join(known)}")
-            changes[name] = int(value) if isinstance(getattr(preset, name), int) and value == int(value) else value
+            whole = isinstance(getattr(preset, name), int) and float(value).is_integer()
+            changes[name] = int(value) if whole else value
         return dataclasses.replace(preset, **changes)
 
 
@@ -162,7 +169,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         _costs(experiment), PAGE_SIZE, host_ns=round(experiment.host_ms * 1e6),
         slots=experiment.slots, sampler=sampler, check_pages=experiment.check,
     )  # fmt: skip
-    arrivals = _arrivals(trace)
+    arrivals = _arrivals(trace, experiment.max_context)
     recorder = Recorder(scheduler, experiment.seconds, _tracked(trace, experiment))
     simulation = Simulation(
         scheduler, device, arrivals, check=experiment.check, keep=False, refuse=True,
@@ -257,9 +264,12 @@ def simulation_catalog(slots: int, prefill_chunk: int, depth: int = 0) -> Catalo
     return Catalog(tuple(shapes))
 
 
-def _arrivals(trace: Trace) -> list[Arrival]:
-    """Prompts are views of one array of zeros: only their lengths matter here."""
-    zeros = np.zeros(int(trace.prompt_len.max(initial=1)), np.int32)
+def _arrivals(trace: Trace, max_context: int) -> list[Arrival]:
+    """Prompts are views of one array of zeros: their lengths matter, not their tokens.
+
+    One beyond the context is refused however long it is, so the array ends there.
+    """
+    zeros = np.zeros(min(int(trace.prompt_len.max(initial=1)), max_context + 1), np.int32)
     columns = (trace.at_s, trace.prompt_len, trace.output_len)
     return [
         Arrival(at_ns=round(at_s * NS_PER_S), spec=RequestSpec(prompt=zeros[:prompt_len], max_tokens=output_len))

@@ -24,7 +24,6 @@ import bisect
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +35,8 @@ SCHEMA = 1
 STATE_MS = 0.05  # initialise, snapshot, restore: a few small kernels; no table has them
 DEFAULT_METHOD = "eagle3"  # of drafts, where nothing says otherwise
 NS_PER_MS = 1e6
+MAX_NUMBER = 1e9  # in a profile: ms, tokens, bytes
+MAX_STEP_MS = 3.6e6  # an hour; sums of nanoseconds must fit 64 bits
 
 
 class Work(NamedTuple):
@@ -161,13 +162,20 @@ class CostProfile:
 
 
 class ProfileCosts:
-    """A profile as the device asks for durations: ns of a shape and its work."""
+    """A profile as the device asks for durations: ns of a shape and its work.
+
+    Raises:
+        ConfigError: A step of more than `MAX_STEP_MS`, as tables of nonsense give.
+    """
 
     def __init__(self, profile: CostProfile, method: str = DEFAULT_METHOD) -> None:
         self.profile, self._method = profile, method
 
     def __call__(self, shape: ProgramShape, work: Work = Work()) -> int:
-        return max(1, round(NS_PER_MS * self.profile.duration_ms(shape, work, self._method)))
+        step_ms = self.profile.duration_ms(shape, work, self._method)
+        if not step_ms <= MAX_STEP_MS:
+            raise ConfigError(f"profile {self.profile.profile_id}: {step_ms:g} ms for one {shape.kind} step is no time")
+        return max(1, round(NS_PER_MS * step_ms))
 
 
 def profile_ids(path: Path) -> tuple[str, ...]:
@@ -199,7 +207,7 @@ def load_profile(path: Path, profile_id: str) -> CostProfile:
         profile_id=profile_id,
         model=str(reader.mapping("model").get("name", "?")),
         gpu=str(entries[profile_id].get("gpu", "?")),
-        kv_bytes_per_token=int(reader.number("kv_bytes_per_token")),
+        kv_bytes_per_token=reader.count("kv_bytes_per_token"),
         linear=reader.curve(("components", "linear_ms", "ms"), ("components", "linear_ms", "tokens")),
         head=reader.curve(("components", "lm_head_ms", "ms"), ("components", "lm_head_ms", "rows")),
         attn_decode=reader.surface(("components", "attn_decode_ms"), "batch", "ctx"),
@@ -229,7 +237,7 @@ def read_json(path: Path, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {what} from {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON file of {what}: {error}") from error
 
 
@@ -256,11 +264,17 @@ class _Reader:
     def number(self, *keys: str) -> float:
         return self._checked([self._at(*keys)], keys)[0]
 
+    def count(self, *keys: str) -> int:
+        value = self.number(*keys)
+        if value < 1 or value != int(value):
+            raise ConfigError(f"{self._where}: {'.'.join(keys)} must be a whole number of at least 1, got {value:g}")
+        return int(value)
+
     def _checked(self, values: Any, keys: Sequence[str], length: int | None = None) -> list[float]:
         good = isinstance(values, list) and values and (length is None or len(values) == length)
-        if not good or not all(type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in values):
+        if not good or not all(type(v) in (int, float) and 0 <= v <= MAX_NUMBER for v in values):
             wanted = "numbers" if length is None else f"{length} numbers"
-            raise ConfigError(f"{self._where}: {'.'.join(keys)} must hold {wanted}, finite and at least 0")
+            raise ConfigError(f"{self._where}: {'.'.join(keys)} must hold {wanted} in [0, {MAX_NUMBER:g}]")
         return [float(value) for value in values]
 
     def _axis(self, *keys: str) -> list[float]:

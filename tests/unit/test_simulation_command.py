@@ -14,8 +14,9 @@ from helios_jax.cli import BASELINES, POLICIES, main, parser
 from helios_jax.scheduler import policy_preset
 from helios_jax.simulation.command import experiment_of
 from helios_jax.simulation.experiment import POLICIES as SIMULATED
-from tests.unit.simulation_toy import acceptance_file, azure_file, profile_file
+from tests.unit.simulation_toy import acceptance_file, azure_file, profile_document, profile_file
 
+COMPONENTS = profile_document()["profiles"][0]["components"]
 KEYS = [
     "policy", "requests", "ttft_ms", "gap_ms", "output_tokens_per_s", "goodput", "programs", "padding_ratio", "ledgers",
 ]  # fmt: skip
@@ -227,8 +228,32 @@ def test_only_who_must_wait_counts_in_the_queue(
         ({"--prefer": "speed=1"}, "unknown preference 'speed'; choose one of output_token_value"),
         ({"--prefer": "decode_age_price=-1"}, "decode_age_price must be finite and nonnegative"),
         ({"--policy": "vtc", "--prefer": "decode_age_price=1"}, "vtc has no preferences"),
-        ({"--load-seconds": "0"}, "load_seconds must be greater than zero, got 0"),
-        ({"--load-seconds": "nan"}, "load_seconds must be greater than zero, got nan"),
+        ({"--prefer": "estimate_ttl_ns=inf"}, "estimate_ttl_ns must be a positive integer below 2**62, got inf"),
+        ({"--prefer": "estimate_ttl_ns=nan"}, "estimate_ttl_ns must be a positive integer below 2**62, got nan"),
+        ({"--prefer": "adaptation_ms=inf"}, "adaptation_ms must be finite and greater than zero"),
+        ({"--prefer": "speculation=1"}, "speculation must be one of"),
+        ({"--seed": "-1"}, "seed must be in [0, 18446744073709551615], got -1"),
+        ({"--kv-gib": "1e308"}, "kv_gib must be finite and greater than zero, at most 1.04858e+06, got 1e+308"),
+        ({"--kv-gib": "nan"}, "kv_gib must be finite"),
+        ({"--host-ms": "1e300"}, "host_ms must be finite and at least 0, at most 60000, got 1e+300"),
+        ({"--seconds": "1e-7", "--trace": "poisson:1e8"}, "seconds must be at least 0.001, got 1e-07"),
+        ({"--seconds": "1e300"}, "seconds must be finite and greater than zero, at most 1e+07"),
+        ({"--seconds": "60", "--trace": "poisson:1e8"}, "about 6e+09 requests is more than 2000000"),
+        ({"--seconds": "1", "--speed": "1e300", "--trace": "poisson:1"}, "requests is more than 2000000"),
+        ({"--trace": "x" * 5000}, "cannot read the trace"),
+        ({"--acceptance": "x" * 5000}, "is no file"),
+        ({"--trace": "poisson:5", "--rate": "3"}, "poisson:5 has arrival times of its own"),
+        ({"--rate": "3"}, "has arrival times of its own; the rate belongs to files that have lengths only"),
+        ({"--trace": "poisson:5", "--start": "3"}, "are the same from any start; leave the start out"),
+        ({"--compare": "vtc"}, "--compare is for the page; give --html FILE too"),
+        ({"--load-seconds": "5"}, "--load-seconds is for the page; give --html FILE too"),
+        ({"--token-budget": "512"}, "balanced has no token budget; --token-budget belongs to fcfs-chunked"),
+        ({"--token-budget": "512", "--policy": "vtc"}, "vtc has no token budget"),
+        ({"--token-budget": "1", "--policy": "fcfs-chunked"}, "token_budget must be in [64, 65536], got 1"),
+        ({"--report": "same.out", "--html": "./same.out"}, "--report and --html are the same file, same.out"),
+        ({"--report": "x" * 5000}, "cannot write"),
+        ({"--load-seconds": "0"}, "load_seconds must be at least 0.001, got 0"),
+        ({"--load-seconds": "nan"}, "load_seconds must be at least 0.001, got nan"),
         ({"--jobs": "0"}, "jobs must be at least 1, got 0"),
         ({"--report": "/nonexistent/out.json"}, "cannot write /nonexistent/out.json"),
         ({"--html": "/"}, "cannot write /"),
@@ -244,6 +269,37 @@ def test_errors_are_one_line_and_code_2(
     assert err.startswith("helios-jax: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_warm_needs_a_policy_with_durations(capsys: pytest.CaptureFixture[str], files: list[str]) -> None:
+    code, out, err = run(capsys, *files, "--warm", "--policy", "vtc")
+    assert (code, out) == (2, "")
+    assert err == (
+        "helios-jax: error: vtc knows no durations that --warm could give; it belongs to balanced and throughput\n"
+    )
+
+
+def test_options_of_a_compared_policy_are_used(
+    capsys: pytest.CaptureFixture[str], files: list[str], tmp_path: Path
+) -> None:
+    page = ["--html", str(tmp_path / "out.html"), "--load-seconds", "0.2"]
+    assert run(capsys, *files, *page, "--compare", "fcfs-chunked", "--token-budget", "128")[0] == 0
+    assert run(capsys, *files, *page, "--policy", "vtc", "--compare", "throughput", "--warm")[0] == 0
+
+
+def test_a_profile_of_nonsense_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], files: list[str], tmp_path: Path
+) -> None:
+    for changes, message in (
+        ({"kv_bytes_per_token": 0}, "kv_bytes_per_token must be a whole number of at least 1, got 0"),
+        ({"kv_bytes_per_token": 10**400}, "kv_bytes_per_token must hold numbers in [0, 1e+09]"),
+        ({"draft": {"batch": [1], "ngram_ms": float("inf")}}, "draft.ngram_ms must hold numbers in [0, 1e+09]"),
+        ({"components": {**COMPONENTS, "lm_head_ms": {"rows": [1], "ms": [1e8]}}}, "ms for one "),
+    ):
+        profile_file(tmp_path, **changes)
+        code, out, err = run(capsys, *files)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
 
 
 def test_a_warm_start_discovers_nothing(capsys: pytest.CaptureFixture[str], files: list[str]) -> None:
