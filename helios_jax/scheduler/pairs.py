@@ -3,7 +3,8 @@
 For fixed shapes and durations lane values are additive, so the best joint cohort follows from
 sorted prefix sums over the number of newly ready rows that take part (`pair_cohorts`): exact
 for one-row prefill, decode and mixed programs. Rows of a packed prefill share its tokens; there
-the orders of `packed_cohorts` bound the search.
+the orders of `packed_cohorts` bound the search. Lanes of a round may share too few target rows;
+such pairs are searched by `ragged_pairs`.
 
 A pair is scored over T + F, with output ages that reset at its end; terminal rows retire at T.
 Unused rows of the prerequisite advance further requests. Redundant padding drops out at the end,
@@ -20,16 +21,17 @@ from helios_jax.scheduler.candidates import (
     Candidates,
     Decision,
     delivery_lanes,
-    prompt_padding,
     prompt_programs,
     prompt_rows,
     redundant_mixed,
     redundant_unmeasured,
     scatter,
+    unused_rows,
 )
 from helios_jax.scheduler.joint import Lanes, best_option, pair_cohorts, prefix_sums
 from helios_jax.scheduler.packed import enabled_cohorts, usable_tokens
 from helios_jax.scheduler.race import Race
+from helios_jax.scheduler.ragged_pairs import Pairs, ragged_cohorts
 from helios_jax.scheduler.sequences import (
     Stage,
     fill_first,
@@ -39,6 +41,7 @@ from helios_jax.scheduler.sequences import (
     known_times,
     pair_rows,
     terminal_values,
+    unused_first,
     without_padding,
 )
 from helios_jax.scheduler.state import DECODE, PROMPT
@@ -109,8 +112,7 @@ def _prefill_group(decision: Decision, stage: Stage, firsts: np.ndarray, fresh: 
     needed = (work > 0) & (requests.phase != PROMPT)
     needed |= first_of(stage.terminal, ends[best, pairs], state.limits.slots)
     members = fill_first(needed, stage, of, programs.batch)
-    padding = programs.batch[first] - members.sum(axis=1)
-    padding += prompt_padding(programs.tokens[follow], programs.batch[follow], work)
+    padding = unused_first(decision, first, members) + unused_rows(programs, follow, work)
     found = pair_rows(decision, stage, of, follow, members, work, totals[best, pairs], padding)
     return kept(found, np.isfinite(found.value))
 
@@ -154,17 +156,19 @@ def delivery_pairs(decision: Decision, stage: Stage, race: Race | None = None) -
     found = []
     for kind, prompts, able in cases:
         if race is None or not race.is_lost(stage, kind, prompts):
-            found += _delivery_case(decision, stage, kind, prompts, able)
+            found += _delivery_case(decision, stage, kind, prompts, able, least=race.least if race else -np.inf)
     return found
 
 
 def _delivery_case(
-    decision: Decision, stage: Stage, following: np.ndarray, prompts: np.ndarray, able: np.ndarray | None = None
-) -> list[Candidates]:
+    decision: Decision, stage: Stage, following: np.ndarray, prompts: np.ndarray, able: np.ndarray | None = None,
+    *, least: float = -np.inf,
+) -> list[Candidates]:  # fmt: skip
     """Pairs with programs of one kind, the best of `prompts` in their prompt row if there are any.
 
     Args:
         able: bool [F, n] where the prompts are newly ready: each takes a row of the prerequisite that serves it.
+        least: Score that a measured pair must reach to win.
     """
     if not len(following):
         return []
@@ -187,15 +191,22 @@ def _delivery_case(
     work += scatter(np.where(cohorts.old, old_work, 0), ready, state.limits.slots)
     needed = scatter(cohorts.new, fresh, state.limits.slots)
     needed |= first_of(stage.terminal, cohorts.ends, state.limits.slots)
-    legal = np.isfinite(cohorts.value)
+    value = cohorts.value
+    if following is programs.speculative:
+        pairs = Pairs(follow, programs.batch[first], first_ms + rest_ms, ending, fresh, ready)
+        searched = ragged_cohorts(decision, pairs, least)
+        if searched is not None:
+            work[searched.pairs], value[searched.pairs] = searched.work, searched.value
+            needed[searched.pairs] = first_of(stage.terminal, searched.ends, state.limits.slots)
+            needed[searched.pairs] |= (searched.work > 0) & (state.requests.phase != DECODE)
+    legal = np.isfinite(value)
     if taken:
         work[np.arange(len(of)), prompt] = prompt_work
         needed[np.arange(len(of)), prompt] = enabled
         legal &= prompt_work > 0
     members = fill_first(needed, stage, of, programs.batch)
-    rows, tokens = programs.batch + programs.prompt + programs.packed, work.sum(axis=1) + (work > 0).sum(axis=1)
-    padding = programs.batch[first] - members.sum(axis=1) + rows[follow] - tokens
-    found = pair_rows(decision, stage, of, follow, members, work, cohorts.value + prompt_value, padding)
+    padding = unused_first(decision, first, members) + unused_rows(programs, follow, work)
+    found = pair_rows(decision, stage, of, follow, members, work, value + prompt_value, padding)
     legal[legal] = without_padding(decision, kept(found, legal))
     return [kept(found, legal & ~redundant_mixed(decision, follow, work, prompt) if taken else legal)]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from helios_jax.scheduler.candidates import Candidates, Decision, decode_values, scatter, single_stage
+from helios_jax.scheduler.candidates import Candidates, Decision, decode_values, scatter, single_stage, unused_rows
 from helios_jax.scheduler.lanes import COPY_SOURCE, class_sources
 from helios_jax.scheduler.pruning import may_matter, may_win, most_value
 from helios_jax.scheduler.ragged import adaptive_cohorts, fixed_cohorts
@@ -76,7 +76,7 @@ def _best_cohorts(
         work, totals, whole = np.zeros_like(rows), np.zeros(len(kind)), ~cut
         members, totals[whole] = fixed_cohorts(values[whole], rows[whole], batch[whole], packed[whole], preference)
         work[whole] = np.where(members, rows[whole], 0)
-    groups = [(some, *_marginal_prices(decision, int(kind[some[0]]), slots)) for some in _alike(decision, kind, cut)]
+    groups = [(some, *marginal_prices(decision, int(kind[some[0]]), slots)) for some in _alike(decision, kind, cut)]
     matter = np.ones(len(kind), np.bool_)
     if groups and (winner_only or least > -np.inf):
         bounds = totals.copy()
@@ -96,7 +96,7 @@ def _best_cohorts(
     keep = keep[_undominated(decision, kind[keep], work[keep])]
     kind, rows, work = kind[keep], rows[keep], work[keep]
     spread = scatter(work, slots, state.limits.slots)
-    found = single_stage(kind, spread, totals[keep], duration[keep], packed[keep] - work.sum(axis=1))
+    found = single_stage(kind, spread, totals[keep], duration[keep], unused_rows(programs, kind, work))
     device = programs.device_allocates[kind, None]
     if not device.any():
         return found
@@ -112,7 +112,7 @@ def _alike(decision: Decision, kind: np.ndarray, cut: np.ndarray) -> list[np.nda
     return [np.flatnonzero(cut & (groups == group)) for group in np.unique(groups[cut]).tolist()]
 
 
-def _marginal_prices(decision: Decision, program: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def marginal_prices(decision: Decision, program: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What each further proposal of a lane adds, and in which order target rows go; float64 [n, depth] each."""
     state, programs = decision.state, decision.state.programs
     source = int(class_sources(state)[programs.lane_class[program]])

@@ -274,7 +274,7 @@ def worth_of_work(state: State, oracle: PairOracle, block: Candidates, row: int)
     work = {slot: int(block.work[row, slot]) for slot in np.flatnonzero(block.work[row]).tolist()}
     streams = {slot: oracle.decode_value(slot, follow, times) for slot in work if state.requests.streams[slot]}
     ended = [slot for slot in oracle.ending(first) if block.members[row, slot]]
-    value = sum((oracle.lane_value(slot, tokens, streams) for slot, tokens in work.items()), Fraction(0))
+    value = sum((oracle.lane_value(slot, tokens, streams, follow) for slot, tokens in work.items()), Fraction(0))
     return value + sum((oracle.terminal_value(slot, times) for slot in ended), Fraction(0))
 
 

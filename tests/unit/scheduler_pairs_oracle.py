@@ -18,6 +18,7 @@ from fractions import Fraction
 import numpy as np
 
 from helios_jax.scheduler import Constraint, ProgramKind, ProgramShape, State
+from helios_jax.scheduler.catalog import Allocation
 from helios_jax.scheduler.service import current_rates
 from helios_jax.scheduler.state import Phase
 
@@ -124,13 +125,15 @@ class PairOracle:
         """Expected output 1 + s_1 + s_2 + ..., one delivery, and the age credit."""
         p, survival = self.policy, self.state.acceptance.accept_mean[slot, 0]
         expected = 1 + sum((exact(survival[d]) for d in range(self.target_rows(slot, shape) - 1)), Fraction(0))
-        value = expected * (
-            Fraction(p.output_token_value) + Fraction(p.token_fairness) * exact(self.rates.token_r[slot])
-        )
+        value = expected * self.token_price(slot)
         value += Fraction(p.delivery_fairness) * exact(self.rates.delivery_r[slot])
         age = Fraction(self.state.now_ns - int(self.requests.visible_ns[slot]), 10**6)
         age += times.total if times.known else 0
         return value + Fraction(p.decode_age_price) * exact(self.rates.sigma[slot]) * age
+
+    def token_price(self, slot: int) -> Fraction:
+        p = self.policy
+        return Fraction(p.output_token_value) + Fraction(p.token_fairness) * exact(self.rates.token_r[slot])
 
     def prompt_value(self, slot: int, tokens: int) -> Fraction:
         fairness = Fraction(self.policy.token_fairness) * exact(self.rates.token_r[slot])
@@ -176,7 +179,8 @@ class PairOracle:
         decoders = [s for s in decoders if self.target_rows(s, shape)]
         rows, lanes = shape.batch_capacity, {s: self.target_rows(s, shape) for s in decoders}
         if shape.kind in (ProgramKind.DECODE, ProgramKind.SPECULATIVE) or case == "absent":
-            every = (tuple((s, lanes[s]) for s in some) for some in subsets(decoders, rows))
+            every = (self.allocated(shape, {s: lanes[s] for s in some}) for some in subsets(decoders, rows))
+            every = (work for work in every if work is not None)
         elif shape.kind is ProgramKind.MIXED:
             ready = [s for s in self.in_phase[Phase.PROMPT] if not self.requests.scored[s]]
             prompts = unscored if case == "enabled" else ready
@@ -191,6 +195,30 @@ class PairOracle:
             mine = self.in_phase[Phase.PROMPT] + [s for s in new if self.enables(s) == PROMPT]
             every = self.splits([s for s in mine if self.requests.scored[s] == scored], rows, shape.token_capacity)
         return (work for work in every if 1 <= sum(slot in new for slot, _ in work) <= room)
+
+    def allocated(self, shape: ProgramShape, lanes: dict[int, int]) -> Work | None:
+        """Target rows of a cohort that shares P: the best next proposal is admitted until the rows are used up.
+
+        The host's order is expected value, the device's its forecast; fixed selection never cuts a prefix.
+        None: the cohort does not fit.
+        """
+        packed = shape.packed_capacity if shape.kind is ProgramKind.SPECULATIVE else sum(lanes.values())
+        if sum(lanes.values()) <= packed:
+            return tuple(lanes.items())
+        if self.policy.speculation != "adaptive" or len(lanes) > packed:
+            return None
+        rows, acceptance = dict.fromkeys(lanes, 1), self.state.acceptance
+
+        def priority(slot: int) -> tuple[Fraction, int, int]:
+            depth = rows[slot]
+            if shape.allocation is Allocation.PREFIX_LIMIT:
+                forecast = exact(acceptance.forecast_mean[slot, :depth].min())
+                return -forecast, depth, slot
+            return -exact(acceptance.accept_mean[slot, 0, depth - 1]) * self.token_price(slot), depth, slot
+
+        for _ in range(packed - len(lanes)):
+            rows[min((s for s in lanes if rows[s] < lanes[s]), key=priority)] += 1
+        return tuple(rows.items())
 
     def splits(self, slots: list[int], rows: int, tokens: int) -> Iterator[Work]:
         """Every way to give at most `rows` of the slots some of `tokens` tokens."""
@@ -229,7 +257,7 @@ class PairOracle:
         endings = [best_subset(worth, size) for size in range(first.batch_capacity + 1)]
         best: tuple[Fraction, int, Work, tuple[int, ...]] | None = None
         for work in self.cohorts(follow, case, new, first.batch_capacity):
-            value = sum((self.lane_value(slot, tokens, decode) for slot, tokens in work), Fraction(0))
+            value = sum((self.lane_value(slot, tokens, decode, follow) for slot, tokens in work), Fraction(0))
             value_end, ending = endings[first.batch_capacity - sum(slot in new for slot, _ in work)]
             if best is None or (value + value_end, len(work) + len(ending)) > best[:2]:
                 best = value + value_end, len(work) + len(ending), work, ending
@@ -240,9 +268,12 @@ class PairOracle:
         score = self.score(value, times.total, times.known)
         return Choice((first, follow), case, tuple(sorted(work)), members, times.known, score)
 
-    def lane_value(self, slot: int, tokens: int, decode: dict[int, Fraction]) -> Fraction:
-        stream = self.requests.consumed_len[slot] == self.requests.prompt_len[slot]
-        return decode[slot] if stream else self.prompt_value(slot, tokens)
+    def lane_value(self, slot: int, tokens: int, decode: dict[int, Fraction], follow: ProgramShape) -> Fraction:
+        """Worth of a lane; `decode` has that of the complete prefix of a stream, from which a cut one lacks its end."""
+        if self.requests.consumed_len[slot] != self.requests.prompt_len[slot]:
+            return self.prompt_value(slot, tokens)
+        cut = self.state.acceptance.accept_mean[slot, 0][tokens - 1 : self.target_rows(slot, follow) - 1]
+        return decode[slot] - self.token_price(slot) * sum(map(exact, cut.tolist()), Fraction(0))
 
     def ending(self, first: ProgramShape) -> list[int]:
         return self.terminals if first.kind is ProgramKind.SNAPSHOT else []

@@ -1,0 +1,188 @@
+"""Pairs before a round whose aggregate target rows P are too few: a bounded search of the joint cohort.
+
+Lanes that share P are not additive, so the sorted prefix sums of `joint` do not apply. Here a
+pair is searched like the round alone would be (`ragged`), once for each of a few restrictions:
+
+1. At most k newly ready rows take part, the k best by complete prefix, by pending token and by value per
+   target row, and the k shortest; all that fit the prerequisite, and fewer where terminal rows want the same places.
+2. One newly ready row certainly takes part, because without one it is no pair: none is forced, then
+   the best by complete prefix, by pending token and by value per target row, and the shortest.
+
+The rows of every cohort are those that the round will allocate (complete prefixes in fixed selection),
+so a pair is never promised more than its lanes do. How far it stays below the optimum is measured in
+tests/property/test_scheduler_ragged_pairs.py; the reading is docs/adr/0010.
+
+Source: specification, "Prerequisites and completion" and "Useful service and selection".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from helios_jax.scheduler.candidates import Decision, decode_values, scatter
+from helios_jax.scheduler.joint import prefix_sums
+from helios_jax.scheduler.pruning import ROUNDING, most_value
+from helios_jax.scheduler.ragged import adaptive_cohorts, fixed_cohorts
+from helios_jax.scheduler.rounds import marginal_prices
+
+_CAPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # numbers of new rows that are tried where terminal rows compete
+
+
+class Pairs(NamedTuple):
+    """C pairs of a prerequisite and a round.
+
+    Attributes:
+        follow: int64 [C] the rounds.
+        room: int64 [C] rows of the prerequisites.
+        total_ms: float64 [C] T + F, 0 if that is not known.
+        ending: float64 [C, t] values of terminal rows, largest first.
+        fresh: int64 [m] slots that the prerequisite makes ready.
+        ready: int64 [k] slots that are ready already.
+    """
+
+    follow: np.ndarray
+    room: np.ndarray
+    total_ms: np.ndarray
+    ending: np.ndarray
+    fresh: np.ndarray
+    ready: np.ndarray
+
+
+class Searched(NamedTuple):
+    """Pairs int64 [R] that were searched: target rows int64 [R, slots], retirements int64 [R], value float64 [R]."""
+
+    pairs: np.ndarray
+    work: np.ndarray
+    ends: np.ndarray
+    value: np.ndarray
+
+
+class _Lanes(NamedTuple):
+    """Lanes of R pairs over n slots; one source and one allocation."""
+
+    base: np.ndarray  # float64 [R, n]
+    gains: np.ndarray  # float64 [n, depth]
+    priority: np.ndarray  # float64 [n, depth], the same array where the host allocates
+    rows: np.ndarray  # int64 [R, n]
+    batch: np.ndarray  # int64 [R]
+    packed: np.ndarray  # int64 [R]
+
+
+def ragged_cohorts(decision: Decision, pairs: Pairs, least: float = -np.inf) -> Searched | None:
+    """The joint cohorts of the pairs whose P is too few; None if there are none.
+
+    Args:
+        least: Score below which a measured pair does not matter: it keeps what it has.
+    """
+    programs = decision.state.programs
+    slots = np.sort(np.concatenate([pairs.fresh, pairs.ready]))
+    rows = decision.rows[programs.lane_class[pairs.follow]][:, slots]
+    if decision.state.policy.speculation != "adaptive":  # complete prefixes only
+        rows = np.where(rows <= programs.packed[pairs.follow, None], rows, 0)
+    is_new = np.isin(slots, pairs.fresh)
+    streams = int(np.count_nonzero(decision.rates.family >= 0))
+    share = programs.packed[pairs.follow] // np.minimum(programs.batch[pairs.follow], max(1, streams))
+    tight = np.flatnonzero((rows.max(axis=1, initial=0) > np.maximum(1, share)) & rows[:, is_new].any(axis=1))
+    found = []
+    groups = programs.source[pairs.follow] * 2 + programs.device_allocates[pairs.follow]
+    for group in np.unique(groups[tight]).tolist():
+        some = tight[groups[tight] == group]
+        prices = marginal_prices(decision, int(pairs.follow[some[0]]), slots)
+        lanes = _lanes(decision, pairs, slots, rows, some, prices)
+        if least > -np.inf:
+            matter = _may_win(decision, pairs, some, lanes, least)
+            some = some[matter]
+            lanes = lanes._replace(
+                **{name: getattr(lanes, name)[matter] for name in ("base", "rows", "batch", "packed")}
+            )
+        if len(some):
+            found.append(_search(decision, pairs, some, slots, is_new, lanes))
+    return Searched(*[np.concatenate(column) for column in zip(*found, strict=True)]) if found else None
+
+
+def _lanes(
+    decision: Decision, pairs: Pairs, slots: np.ndarray, rows: np.ndarray, some: np.ndarray,
+    prices: tuple[np.ndarray, np.ndarray],
+) -> _Lanes:  # fmt: skip
+    programs, follow = decision.state.programs, pairs.follow[some]
+    base = decode_values(decision, slots, pairs.total_ms[some])
+    return _Lanes(base, *prices, rows[some], programs.batch[follow], programs.packed[follow])
+
+
+def _may_win(decision: Decision, pairs: Pairs, some: np.ndarray, lanes: _Lanes, least: float) -> np.ndarray:
+    """bool [R]: unmeasured pairs, and those whose bound reaches the score `least`."""
+    total_ms = pairs.total_ms[some]
+    known, held = total_ms > 0, np.where(total_ms > 0, total_ms, 1.0)
+    bound = most_value(lanes.base, lanes.gains, lanes.rows, lanes.batch, lanes.packed)
+    bound = bound + pairs.ending[some].sum(axis=1)
+    rates = bound / held - 0.5 * held * decision.values.waiting
+    hopeful: np.ndarray = ~known | (rates >= least - ROUNDING * abs(least))
+    return hopeful
+
+
+def _search(
+    decision: Decision, pairs: Pairs, some: np.ndarray, slots: np.ndarray, is_new: np.ndarray, lanes: _Lanes
+) -> Searched:
+    """The best cohort over all restrictions; of equal ones that which advances more requests."""
+    preferred = decision.order[np.isin(decision.order, slots)]
+    preference = np.searchsorted(slots, preferred)
+    endings, which = prefix_sums(pairs.ending[some]), np.arange(len(some))
+    best = np.zeros(lanes.rows.shape, np.int64)
+    value, count, ends = np.full(len(some), -np.inf), np.zeros(len(some), np.int64), np.zeros(len(some), np.int64)
+    offered = np.arange(1, lanes.gains.shape[1] + 1) < lanes.rows[:, :, None]
+    whole = lanes.base + np.where(offered, lanes.gains, 0.0).sum(axis=2)
+    keys = [np.where(is_new & (lanes.rows > 0), key, -np.inf) for key in
+            (whole, lanes.base, whole / np.maximum(lanes.rows, 1), -lanes.rows.astype(np.float64))]  # fmt: skip
+    able = (is_new & (lanes.rows > 0)).sum(axis=1)
+    most = np.minimum(np.minimum(pairs.room[some], able), np.minimum(lanes.batch, lanes.packed))
+    for rows, forced in _restrictions(keys, is_new, lanes, most, pairs.room[some], pairs.ending.shape[1]):
+        work = _cohorts(decision, lanes._replace(rows=rows), whole, forced, preference)
+        mine = (work > 0) & is_new
+        retired = np.clip(pairs.room[some] - mine.sum(axis=1), 0, pairs.ending.shape[1])
+        admitted = np.arange(1, lanes.gains.shape[1] + 1) < work[:, :, None]
+        total = np.where(work > 0, lanes.base, 0.0).sum(axis=1) + np.where(admitted, lanes.gains, 0.0).sum(axis=(1, 2))
+        total = np.where(mine.any(axis=1), total + endings[which, retired], -np.inf)
+        advanced = (work > 0).sum(axis=1) + retired
+        better = (total > value) | ((total == value) & (advanced > count))
+        best[better], value[better], count[better] = work[better], total[better], advanced[better]
+        ends[better] = retired[better]
+    return Searched(some, scatter(best, slots, decision.state.limits.slots), ends, value)
+
+
+def _restrictions(
+    keys: list[np.ndarray], is_new: np.ndarray, lanes: _Lanes, most: np.ndarray, room: np.ndarray, num_terminal: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ceilings int64 [R, n] of the lanes that may take part, and which of them certainly does, bool [R, n]."""
+    caps = {int(most.max())}
+    if num_terminal and (most + num_terminal > room).any():
+        caps |= {cap for cap in _CAPS if cap < most.max()}
+    nobody = np.zeros(is_new.shape, np.bool_) & (lanes.rows > 0)
+    found: dict[tuple[bytes, bytes], tuple[np.ndarray, np.ndarray]] = {}
+    for cap in sorted(caps):
+        for key in keys:
+            rank = np.empty(key.shape, np.int64)
+            np.put_along_axis(rank, (-key).argsort(axis=1, kind="stable"), np.arange(key.shape[1])[None], 1)
+            taking = np.where((cap >= most) & (room >= lanes.batch), len(is_new), np.minimum(cap, most))
+            rows = np.where(is_new & (rank >= taking[:, None]), 0, lanes.rows)
+            for forcing in (None, *keys):
+                forced = nobody.copy()
+                if forcing is not None:
+                    inside = np.where(rows > 0, forcing, -np.inf)
+                    forced[np.arange(len(rows)), inside.argmax(axis=1)] = True
+                found.setdefault((rows.tobytes(), forced.tobytes()), (rows, forced))
+    return list(found.values())
+
+
+def _cohorts(
+    decision: Decision, lanes: _Lanes, whole: np.ndarray, forced: np.ndarray, preference: np.ndarray
+) -> np.ndarray:
+    """Target rows int64 [R, n] of the best cohorts; a `forced` lane is worth more than all others together."""
+    bonus = np.where(forced, (lanes.gains.shape[1] + 2.0) * (whole.sum(axis=1)[:, None] + 1e-9), 0.0)
+    if decision.state.policy.speculation == "adaptive":
+        return adaptive_cohorts(
+            lanes.base + bonus, lanes.gains, lanes.priority, lanes.rows, lanes.batch, lanes.packed, preference
+        )[0]
+    members, _ = fixed_cohorts(whole + bonus, lanes.rows, lanes.batch, lanes.packed, preference)
+    return np.where(members, lanes.rows, 0)
