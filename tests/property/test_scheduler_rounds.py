@@ -124,7 +124,8 @@ def test_adaptive_ragged_candidates_are_priced_by_their_allocation(allocation: A
                 work = {slot: int(n) for slot, n in enumerate(block.work[row]) if n}
                 ceilings = {slot: int(n) for slot, n in enumerate(block.lengths[row]) if n}
                 assert sum(work.values()) <= shape.packed_capacity
-                assert sum(work.values()) + block.padding[row] == shape.packed_capacity
+                unused = shape.packed_capacity - sum(work.values()) + shape.batch_capacity - len(work)
+                assert block.padding[row] == unused
                 value = float(oracle.value(shape, work, None)) * math.exp(-decision.values.log_scale)
                 assert math.isclose(block.value[row], value, rel_tol=1e-9)
                 complete = {slot: oracle.length(shape, slot) for slot in work}
