@@ -156,19 +156,19 @@ def delivery_pairs(decision: Decision, stage: Stage, race: Race | None = None) -
     found = []
     for kind, prompts, able in cases:
         if race is None or not race.is_lost(stage, kind, prompts):
-            found += _delivery_case(decision, stage, kind, prompts, able, least=race.least if race else -np.inf)
+            found += _delivery_case(decision, stage, kind, prompts, able, least=race.least if race else None)
     return found
 
 
 def _delivery_case(
     decision: Decision, stage: Stage, following: np.ndarray, prompts: np.ndarray, able: np.ndarray | None = None,
-    *, least: float = -np.inf,
+    *, least: float | None = None,
 ) -> list[Candidates]:  # fmt: skip
     """Pairs with programs of one kind, the best of `prompts` in their prompt row if there are any.
 
     Args:
         able: bool [F, n] where the prompts are newly ready: each takes a row of the prerequisite that serves it.
-        least: Score that a measured pair must reach to win.
+        least: Score that a measured pair must reach to win; None where losers matter as well.
     """
     if not len(following):
         return []

@@ -5,7 +5,7 @@ pair is searched like the round alone would be (`ragged`), once for each of a fe
 
 1. At most k newly ready rows take part, the k best by complete prefix, by pending token and by value per
    target row, and the k shortest; all that fit the prerequisite, and fewer where terminal rows want the same places.
-2. One newly ready row certainly takes part, because without one it is no pair: none is forced, then
+2. One newly ready row certainly takes part, because without one it is no pair: if none does, that is
    the best by complete prefix, by pending token and by value per target row, and the shortest.
 
 The rows of every cohort are those that the round will allocate (complete prefixes in fixed selection),
@@ -70,11 +70,12 @@ class _Lanes(NamedTuple):
     packed: np.ndarray  # int64 [R]
 
 
-def ragged_cohorts(decision: Decision, pairs: Pairs, least: float = -np.inf) -> Searched | None:
+def ragged_cohorts(decision: Decision, pairs: Pairs, least: float | None = None) -> Searched | None:
     """The joint cohorts of the pairs whose P is too few; None if there are none.
 
     Args:
-        least: Score below which a measured pair does not matter: it keeps what it has.
+        least: Score below which a measured pair does not matter, nor one below the best pair: those keep what they
+            have. None: all of them matter.
     """
     programs = decision.state.programs
     slots = np.sort(np.concatenate([pairs.fresh, pairs.ready]))
@@ -91,15 +92,25 @@ def ragged_cohorts(decision: Decision, pairs: Pairs, least: float = -np.inf) -> 
         some = tight[groups[tight] == group]
         prices = marginal_prices(decision, int(pairs.follow[some[0]]), slots)
         lanes = _lanes(decision, pairs, slots, rows, some, prices)
-        if least > -np.inf:
-            matter = _may_win(decision, pairs, some, lanes, least)
-            some = some[matter]
-            lanes = lanes._replace(
-                **{name: getattr(lanes, name)[matter] for name in ("base", "rows", "batch", "packed")}
-            )
+        if least is not None:
+            bounds = _bounds(decision, pairs, some, lanes)
+            best = np.flatnonzero(bounds == bounds.max())[:1]
+            found.append(_search(decision, pairs, some[best], slots, is_new, _only(lanes, best)))
+            if bounds[best[0]] < np.inf:
+                least = max(least, float(_rates(decision, pairs, some[best], found[-1].value)[0]))
+            matter = bounds >= least - ROUNDING * abs(least)
+            matter[best] = False
+            some, lanes = some[matter], _only(lanes, matter)
         if len(some):
             found.append(_search(decision, pairs, some, slots, is_new, lanes))
     return Searched(*[np.concatenate(column) for column in zip(*found, strict=True)]) if found else None
+
+
+def _only(lanes: _Lanes, which: np.ndarray) -> _Lanes:
+    """The lanes of some pairs, a mask or positions."""
+    return _Lanes(
+        lanes.base[which], lanes.gains, lanes.priority, lanes.rows[which], lanes.batch[which], lanes.packed[which]
+    )
 
 
 def _lanes(
@@ -111,15 +122,17 @@ def _lanes(
     return _Lanes(base, *prices, rows[some], programs.batch[follow], programs.packed[follow])
 
 
-def _may_win(decision: Decision, pairs: Pairs, some: np.ndarray, lanes: _Lanes, least: float) -> np.ndarray:
-    """bool [R]: unmeasured pairs, and those whose bound reaches the score `least`."""
-    total_ms = pairs.total_ms[some]
-    known, held = total_ms > 0, np.where(total_ms > 0, total_ms, 1.0)
+def _bounds(decision: Decision, pairs: Pairs, some: np.ndarray, lanes: _Lanes) -> np.ndarray:
+    """Upper bounds of scores, float64 [R]; inf for unmeasured pairs."""
     bound = most_value(lanes.base, lanes.gains, lanes.rows, lanes.batch, lanes.packed)
-    bound = bound + pairs.ending[some].sum(axis=1)
-    rates = bound / held - 0.5 * held * decision.values.waiting
-    hopeful: np.ndarray = ~known | (rates >= least - ROUNDING * abs(least))
-    return hopeful
+    return _rates(decision, pairs, some, bound + pairs.ending[some].sum(axis=1))
+
+
+def _rates(decision: Decision, pairs: Pairs, some: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Scores of values, float64 [R]; inf for unmeasured pairs."""
+    total_ms = pairs.total_ms[some]
+    held = np.where(total_ms > 0, total_ms, 1.0)
+    return np.where(total_ms > 0, value / held - 0.5 * held * decision.values.waiting, np.inf)
 
 
 def _search(
@@ -137,41 +150,59 @@ def _search(
             (whole, lanes.base, whole / np.maximum(lanes.rows, 1), -lanes.rows.astype(np.float64))]  # fmt: skip
     able = (is_new & (lanes.rows > 0)).sum(axis=1)
     most = np.minimum(np.minimum(pairs.room[some], able), np.minimum(lanes.batch, lanes.packed))
-    for rows, forced in _restrictions(keys, is_new, lanes, most, pairs.room[some], pairs.ending.shape[1]):
-        work = _cohorts(decision, lanes._replace(rows=rows), whole, forced, preference)
-        mine = (work > 0) & is_new
-        retired = np.clip(pairs.room[some] - mine.sum(axis=1), 0, pairs.ending.shape[1])
-        admitted = np.arange(1, lanes.gains.shape[1] + 1) < work[:, :, None]
-        total = np.where(work > 0, lanes.base, 0.0).sum(axis=1) + np.where(admitted, lanes.gains, 0.0).sum(axis=(1, 2))
-        total = np.where(mine.any(axis=1), total + endings[which, retired], -np.inf)
-        advanced = (work > 0).sum(axis=1) + retired
-        better = (total > value) | ((total == value) & (advanced > count))
-        best[better], value[better], count[better] = work[better], total[better], advanced[better]
-        ends[better] = retired[better]
+    for rows in _restrictions(keys, is_new, lanes, most, pairs.room[some], pairs.ending.shape[1]):
+        work = _cohorts(decision, lanes._replace(rows=rows), whole, np.zeros(rows.shape, np.bool_), preference)
+        lacking = np.flatnonzero(~((work > 0) & is_new).any(axis=1))
+        attempts = [(which, work)]
+        if len(lacking):
+            less = _only(lanes._replace(rows=rows), lacking)
+            for forced in _forced([key[lacking] for key in keys], less.rows):
+                attempts.append((lacking, _cohorts(decision, less, whole[lacking], forced, preference)))
+        for mine, work in attempts:
+            total, retired = _worth(_only(lanes, mine), work, is_new, pairs.room[some[mine]], endings[mine])
+            advanced = (work > 0).sum(axis=1) + retired
+            better = (total > value[mine]) | ((total == value[mine]) & (advanced > count[mine]))
+            at = mine[better]
+            best[at], value[at], count[at], ends[at] = work[better], total[better], advanced[better], retired[better]
     return Searched(some, scatter(best, slots, decision.state.limits.slots), ends, value)
+
+
+def _worth(
+    lanes: _Lanes, work: np.ndarray, is_new: np.ndarray, room: np.ndarray, endings: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values float64 [R], -inf without a newly ready row, and retirements in the other rows, int64 [R]."""
+    mine = (work > 0) & is_new
+    retired = np.clip(room - mine.sum(axis=1), 0, endings.shape[1] - 1)
+    admitted = np.arange(1, lanes.gains.shape[1] + 1) < work[:, :, None]
+    total = np.where(work > 0, lanes.base, 0.0).sum(axis=1) + np.where(admitted, lanes.gains, 0.0).sum(axis=(1, 2))
+    return np.where(mine.any(axis=1), total + endings[np.arange(len(work)), retired], -np.inf), retired
 
 
 def _restrictions(
     keys: list[np.ndarray], is_new: np.ndarray, lanes: _Lanes, most: np.ndarray, room: np.ndarray, num_terminal: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Ceilings int64 [R, n] of the lanes that may take part, and which of them certainly does, bool [R, n]."""
+) -> list[np.ndarray]:
+    """Ceilings int64 [R, n] of the lanes that may take part."""
     caps = {int(most.max())}
     if num_terminal and (most + num_terminal > room).any():
         caps |= {cap for cap in _CAPS if cap < most.max()}
-    nobody = np.zeros(is_new.shape, np.bool_) & (lanes.rows > 0)
-    found: dict[tuple[bytes, bytes], tuple[np.ndarray, np.ndarray]] = {}
-    for cap in sorted(caps):
-        for key in keys:
-            rank = np.empty(key.shape, np.int64)
-            np.put_along_axis(rank, (-key).argsort(axis=1, kind="stable"), np.arange(key.shape[1])[None], 1)
+    found: dict[bytes, np.ndarray] = {}
+    for key in keys:
+        rank = np.empty(key.shape, np.int64)
+        np.put_along_axis(rank, (-key).argsort(axis=1, kind="stable"), np.arange(key.shape[1])[None], 1)
+        for cap in sorted(caps):
             taking = np.where((cap >= most) & (room >= lanes.batch), len(is_new), np.minimum(cap, most))
             rows = np.where(is_new & (rank >= taking[:, None]), 0, lanes.rows)
-            for forcing in (None, *keys):
-                forced = nobody.copy()
-                if forcing is not None:
-                    inside = np.where(rows > 0, forcing, -np.inf)
-                    forced[np.arange(len(rows)), inside.argmax(axis=1)] = True
-                found.setdefault((rows.tobytes(), forced.tobytes()), (rows, forced))
+            found.setdefault(rows.tobytes(), rows)
+    return list(found.values())
+
+
+def _forced(keys: list[np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
+    """Which newly ready lane certainly takes part, bool [R, n] each."""
+    found: dict[bytes, np.ndarray] = {}
+    for key in keys:
+        forced = np.zeros(rows.shape, np.bool_)
+        forced[np.arange(len(rows)), np.where(rows > 0, key, -np.inf).argmax(axis=1)] = True
+        found.setdefault(forced.tobytes(), forced)
     return list(found.values())
 
 
