@@ -15,7 +15,7 @@ from helios_jax.simulation.acceptance import load_acceptance
 from helios_jax.simulation.experiment import POLICIES, Experiment, Outcome, run_experiment, simulation_catalog
 from helios_jax.simulation.profiles import CostProfile, load_profile
 from helios_jax.simulation.traces import Trace, load_trace
-from tests.unit.simulation_toy import profile_file, shared_data
+from tests.unit.simulation_toy import azure_file, profile_document, profile_file, shared_data
 
 H100, A100 = "llama3.1-8b.h100-sxm.bf16.tp1", "llama3.1-8b.a100-sxm.bf16.tp1"
 
@@ -64,6 +64,39 @@ def test_invariants_hold_at_every_step_of_an_overload(policy: str, name: str) ->
     )
     short = dataclasses.replace(trace, output_len=np.minimum(trace.output_len, 60))
     assert_sound(run_experiment(experiment, short), short)
+
+
+@pytest.mark.slow
+def test_ten_minutes_of_a_busy_server(tmp_path: Path) -> None:
+    """3300 requests of Azure's sizes, end to end: long runs stay possible, and nobody is forgotten in one."""
+    rng, count = np.random.default_rng(7), 3300
+    at_s = np.sort(rng.uniform(0.0, 599.0, count))
+    prompts = np.clip(rng.lognormal(6.5, 1.0, count), 1, 8000).astype(int)  # mean about 1000
+    outputs = np.clip(rng.lognormal(5.0, 0.8, count), 1, 1500).astype(int)  # mean about 200
+    path = azure_file(tmp_path, list(zip(at_s.tolist(), prompts.tolist(), outputs.tolist(), strict=True)))
+    trace = load_trace(str(path), seconds=600.0)
+    experiment = Experiment(profile=slow_profile(tmp_path), seconds=600.0, max_context=6144)
+    outcome = run_experiment(experiment, trace)
+    report, fits = outcome.report, trace.prompt_len + trace.output_len <= experiment.max_context
+    assert len(trace) == count
+    assert 0 < count - fits.sum() < 100
+    assert report["requests"] == {"arrived": count, "completed": fits.sum(), "refused": count - fits.sum()}
+    for fitted, length, served in zip(fits, trace.output_len, outcome.requests, strict=True):
+        assert (served.reason, served.num_tokens) == (("length", length) if fitted else ("refused", 0))
+    for ledger in report["ledgers"].values():
+        assert 0 <= ledger["spent"] <= ledger["bound"] + 1e-3
+    assert report["ledgers"]["timing_refresh"]["ordinary"] > 300_000  # ms: busy for more than half of the time
+    assert max(served.last_ns for served in outcome.requests) < 660e9  # it kept up
+    print(f"{outcome.recorder.frames} frames, goodput {report['goodput']}")
+
+
+def slow_profile(folder: Path) -> CostProfile:
+    """The toy's tables with steps of 35 ms and cheap prompts: a server that 5.5 requests a second keep busy."""
+    components = profile_document()["profiles"][0]["components"]
+    tokens = components["linear_ms"]["tokens"]
+    components["linear_ms"]["ms"] = [34 + 0.005 * count for count in tokens]
+    components["attn_decode_ms"]["ms"] = [[value / 10 for value in row] for row in components["attn_decode_ms"]["ms"]]
+    return load_profile(profile_file(folder, components=components), "toy.gpu")
 
 
 def test_device_time_follows_the_profile_and_the_acceptance(tmp_path: Path) -> None:
