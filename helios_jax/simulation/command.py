@@ -45,7 +45,8 @@ def simulate(options: argparse.Namespace) -> None:
     _check_used(options)
     trace = load_trace(speed=options.speed, **source)
     if not len(trace):
-        raise ConfigError(f"no request of {options.trace} arrives within {options.seconds:g} s; try another --start")
+        hint = "try more --seconds, or another --start of a file"
+        raise ConfigError(f"no request of {options.trace} arrives within {options.seconds:g} s; {hint}")
     with _bar("simulating") as progress:
         outcome = run_experiment(experiment, trace, progress)
     _write(options.report, as_json(outcome.report))
@@ -137,7 +138,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
         place = path if os.path.exists(path) else path.absolute().parent
         if os.path.isdir(path) or not os.path.exists(place) or not os.access(place, os.W_OK):
             raise ConfigError(f"cannot write {path}: it is a directory, its directory does not exist, or no permission")
-    if len({os.path.realpath(path) for path in paths}) < len(paths):
+    regular = [path for path in paths if os.path.isfile(path) or not os.path.exists(path)]  # not /dev/null
+    if len({os.path.realpath(path) for path in regular}) < len(regular):
         raise ConfigError(f"--report and --html are the same file, {options.html}; the page would replace the report")
     if options.load_seconds is not None and not options.load_seconds >= MIN_SECONDS:
         raise ConfigError(f"load_seconds must be at least {MIN_SECONDS:g}, got {options.load_seconds}")

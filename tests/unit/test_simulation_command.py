@@ -213,6 +213,7 @@ def test_only_who_must_wait_counts_in_the_queue(
         ({"--trace": "poisson:fast"}, "poisson:RATE needs a rate"),
         ({"--trace": "/nonexistent.csv"}, "cannot read the trace /nonexistent.csv"),
         ({"--start": "1000"}, "no request of"),
+        ({"--trace": "poisson:1e-9"}, "no request of poisson:1e-9 arrives within 1 s; try more --seconds"),
         ({"--acceptance": "/nonexistent.json:a"}, "/nonexistent.json is no file"),
         ({"--slots": "65"}, "slots must be in [1, 64], got 65"),
         ({"--slots": "0"}, "slots must be in [1, 64], got 0"),
@@ -269,6 +270,10 @@ def test_errors_are_one_line_and_code_2(
     assert err.startswith("helios-jax: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_a_device_may_swallow_both_outputs(capsys: pytest.CaptureFixture[str], files: list[str]) -> None:
+    assert run(capsys, *files, "--report", "/dev/null", "--html", "/dev/null", "--load-seconds", "0.1")[0] == 0
 
 
 def test_warm_needs_a_policy_with_durations(capsys: pytest.CaptureFixture[str], files: list[str]) -> None:
