@@ -14,10 +14,13 @@ from helios_jax.errors import CapacityError, RequestError
 from helios_jax.scheduler import captures
 from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.resources import pages_for
+from helios_jax.scheduler.serviceable import check_request
 from helios_jax.scheduler.speculation import reset_slots
 from helios_jax.scheduler.stages import check_images, first_stage, set_bounds
 from helios_jax.scheduler.state import FREE, State
-from helios_jax.scheduler.types import RequestHandle, RequestSpec
+from helios_jax.scheduler.types import Constraint, RequestHandle, RequestSpec
+
+_KNOWN = sum(int(constraint) for constraint in Constraint)  # every bit that means something
 
 
 def can_admit(state: State, spec: RequestSpec) -> bool:
@@ -47,6 +50,8 @@ def required_pages(state: State, spec: RequestSpec) -> int:
     if not 0 <= spec.output_len < prompt_len:
         message = f"output_len must be 0 to {prompt_len - 1}, got {spec.output_len}"
         raise RequestError(message, param="output_len", code="invalid_value")
+    _check_fields(spec)
+    check_request(state.programs, state.policy.speculation, spec)
     if spec.scored and not len(state.programs.scored_prefill):
         raise RequestError("this core has no scored prefill programs", param="prompt_logprobs", code="unsupported")
     _check_stages(state, spec)
@@ -65,6 +70,22 @@ def required_pages(state: State, spec: RequestSpec) -> int:
         )
         raise RequestError(message, param="max_tokens", code="context_length_exceeded")
     return needed
+
+
+def _check_fields(spec: RequestSpec) -> None:
+    """Refuse message ends and constraints that mean nothing."""
+    ends, prompt_len = spec.message_ends, len(spec.prompt)
+    integers = all(isinstance(end, (int, np.integer)) and not isinstance(end, bool) for end in ends)
+    if not integers or any(b < a for a, b in zip((0, *ends), (*ends, prompt_len), strict=True)):
+        message = f"message_ends must be integers from 0 to {prompt_len} in order, got {ends!r}"
+        raise RequestError(message, param="message_ends", code="invalid_value")
+    constraints = spec.constraints
+    known = isinstance(constraints, int) and not isinstance(constraints, bool) and not int(constraints) & ~_KNOWN
+    if not known:
+        message = (
+            f"constraints must be a combination of {', '.join(c.name or '' for c in Constraint)}, got {constraints!r}"
+        )
+        raise RequestError(message, param="constraints", code="invalid_value")
 
 
 def _check_stages(state: State, spec: RequestSpec) -> None:

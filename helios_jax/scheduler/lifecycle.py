@@ -16,7 +16,7 @@ import numpy as np
 
 from helios_jax.errors import InvariantError, StalePlanError
 from helios_jax.scheduler import captures
-from helios_jax.scheduler.catalog import ProgramKind
+from helios_jax.scheduler.catalog import ProgramKind, ProposalSource
 from helios_jax.scheduler.cost import attempt
 from helios_jax.scheduler.programs import KINDS, index_of, lane_width, misfit, physical_tokens
 from helios_jax.scheduler.queue import closed, expected_service, may_be_over, needs_feedback, project
@@ -72,13 +72,16 @@ def external_ready(state: State, handle: RequestHandle) -> State:
 def offer_copy(state: State, handle: RequestHandle, proposals: int) -> State:
     """The host can supply `proposals` copied tokens for the next round of a decoding request.
 
-    The offer ends with the request's next output: the host looks again, and offers again.
+    The offer ends with the request's next output: the host looks again, and offers again. A smaller
+    offer makes a plan stale that was made for more.
 
     Raises:
-        InvariantError: A negative number, or a handle that was never given out.
+        InvariantError: Not an integer of 0 up to the context, or a handle that was never given out.
     """
-    if proposals < 0:
-        raise InvariantError(f"{handle} offers {proposals} proposals")
+    number = isinstance(proposals, (int, np.integer)) and not isinstance(proposals, bool)
+    if not number or not 0 <= proposals <= state.limits.max_context:
+        message = f"{handle} offers {proposals!r} proposals, an integer of 0 to {state.limits.max_context} is possible"
+        raise InvariantError(message)
     if not _holds(state, handle) or state.requests.proposals[handle.slot] == proposals:
         return state
     offered = state.requests.proposals.copy()
@@ -178,7 +181,22 @@ def _checked_lanes(state: State, plan: ScheduledPlan) -> np.ndarray:
     if not current.all():
         handle = lanes[int(np.flatnonzero(~current)[0])].handle
         raise StalePlanError(f"{handle} changed or lost its slot since the plan was made; plan again")
+    if plan.shape.proposal_source is ProposalSource.COPY:
+        _check_offers(projected, plan)
     return slots
+
+
+def _check_offers(projected: Requests, plan: ScheduledPlan) -> None:
+    """Every lane of a copy round has as many proposals at hand as its target rows count on.
+
+    Raises:
+        StalePlanError: An offer shrank since the plan was made.
+    """
+    for lane in plan.lanes:
+        offered = int(projected.proposals[lane.handle.slot])
+        if lane.role is LaneRole.DECODE and lane.length > 1 + offered:
+            message = f"{lane.handle} counts on {lane.length - 1} copied proposals, {offered} are offered; plan again"
+            raise StalePlanError(message)
 
 
 def _take_pages(pool: PagePool, requests: Requests, slots: np.ndarray, page_size: int) -> PagePool:

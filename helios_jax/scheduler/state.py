@@ -34,6 +34,7 @@ from helios_jax.scheduler.programs import KINDS, ProgramTable, tabulate
 from helios_jax.scheduler.refresh import Ledgers
 from helios_jax.scheduler.resources import PagePool, new_pool
 from helios_jax.scheduler.retention import Retention, new_retention
+from helios_jax.scheduler.serviceable import check_mode
 from helios_jax.scheduler.speculation import Acceptance, new_acceptance
 from helios_jax.scheduler.types import Fence, FinishReason, Limits, RequestSpec, ScheduledPlan, SelectionReason
 
@@ -261,7 +262,7 @@ def new_state(catalog: Catalog, limits: Limits, policy: PolicyConfig | None = No
     """A state without requests and without measurements.
 
     Raises:
-        ConfigError: A limit out of range, or a catalogue that cannot serve a request.
+        ConfigError: A limit out of range, or a catalogue that cannot serve a request in the policy's mode.
     """
     if not 1 <= limits.slots <= MAX_SLOTS:
         raise ConfigError(f"slots must be 1 to {MAX_SLOTS}, got {limits.slots}")
@@ -271,15 +272,17 @@ def new_state(catalog: Catalog, limits: Limits, policy: PolicyConfig | None = No
             raise ConfigError(f"{name} must be at least {least}, got {getattr(limits, name)}")
     if limits.frames > 2:
         raise ConfigError(f"frames must be 1 or 2, got {limits.frames}")
+    programs, policy = tabulate(catalog), policy or PolicyConfig()
+    check_mode(programs, policy.speculation)
     columns = {name: np.zeros(limits.slots, np.int64) for name in REQUEST_COLUMNS}
     columns["scored"] = np.zeros(limits.slots, np.bool_)
     for name in ("token_r", "delivery_r"):
         columns[name] = np.full(limits.slots, np.nan)
     return State(
         catalog=catalog,
-        programs=tabulate(catalog),
+        programs=programs,
         limits=limits,
-        policy=policy or PolicyConfig(),
+        policy=policy,
         now_ns=0,
         requests=Requests(**columns).sealed(),
         specs=(None,) * limits.slots,
@@ -299,10 +302,11 @@ def configure_policy(state: State, policy: PolicyConfig) -> State:
     """Replace the preferences, before the first admission only.
 
     Raises:
-        ConfigError: A request has been admitted already.
+        ConfigError: A request has been admitted already, or the catalogue has no program for the mode.
     """
     if state.counters.admitted:
         raise ConfigError("configure_policy must be called before the first admission")
+    check_mode(state.programs, policy.speculation)
     return dataclasses.replace(state, policy=policy)
 
 
