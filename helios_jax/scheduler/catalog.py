@@ -89,9 +89,16 @@ class ProgramShape:
 
 @dataclasses.dataclass(frozen=True)
 class Catalog:
-    """The frozen tuple of loaded shapes, without duplicates, in sorted order."""
+    """The frozen tuple of loaded shapes, without duplicates, in sorted order.
+
+    Attributes:
+        shapes: The programs.
+        aligned: Mixed prompts are a multiple of 64, as every catalogue that is served has them. Tests
+            that enumerate cohorts use prompts of a few tokens and say False.
+    """
 
     shapes: tuple[ProgramShape, ...]
+    aligned: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shapes", tuple(sorted(set(self.shapes))))

@@ -10,6 +10,7 @@ import numpy as np
 
 from helios_jax.errors import ConfigError, InvariantError
 from helios_jax.scheduler.catalog import Allocation, Catalog, ProgramKind, ProgramShape, ProposalSource
+from helios_jax.scheduler.extents import check_shape
 from helios_jax.scheduler.speculation import COPY, LEARNED
 from helios_jax.scheduler.types import Lane, LaneRole
 
@@ -90,8 +91,10 @@ def tabulate(catalog: Catalog) -> ProgramTable:
     """Columns of a catalogue.
 
     Raises:
-        ConfigError: No program of a kind without which no request can be served.
+        ConfigError: No program of a kind without which no request can be served, or extents that contradict a kind.
     """
+    for shape in catalog:
+        check_shape(shape, aligned=catalog.aligned)
     rows = {
         name: np.array([i for i, shape in enumerate(catalog) if shape.kind in kinds], np.int64)
         for name, kinds in _ROW_COLUMNS.items()

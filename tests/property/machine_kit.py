@@ -37,7 +37,7 @@ LARGEST_IMAGE, LARGEST_PREFILL = 4, 8  # of the catalogue
 def catalogue(*, mixed: bool, plain: bool) -> Catalog:
     """Every kind of program; without mixed ones a decode can more often queue, without plain ones rounds win."""
     kept = [shape for shape in every_kind() if mixed or shape.kind is not ProgramKind.MIXED]
-    return Catalog(tuple(shape for shape in kept if plain or shape.kind is not ProgramKind.DECODE))
+    return Catalog(tuple(shape for shape in kept if plain or shape.kind is not ProgramKind.DECODE), aligned=False)
 
 
 def draw_limits(rng: random.Random) -> Limits:
@@ -89,6 +89,7 @@ def draw_spec(rng: random.Random, model: Model, state: State) -> RequestSpec:
         place = rng.randrange(len(known))
         endpoint = int(known.endpoints[place])
         length = endpoint + rng.randint(1, 6)
+        rest["message_ends"] = tuple(sorted({rng.randint(0, length) for _ in range(rng.randint(0, 3))}))
         rest |= {"restore_from": int(known.ids[place]), "restored_len": endpoint, "external": rng.random() < 0.3}
         rest |= {"system_end": 0, "output_len": 0}
         if rng.random() < 0.1:  # one that is gone, or another length than it has

@@ -32,7 +32,7 @@ FAILED = (700220, 700352, 700877, 701035)
 def rounds_and_mixed(rng: random.Random, unmeasured: float = 0.0) -> State:
     """Decoders and prompts; rectangular and ragged rounds, mixed programs of three widths."""
     source = rng.choice([LEARNED, COPY])
-    shapes = [mixed(b, w, p, source) for b in (2, 4, 6) for w, p in ((1, 64), (1, 128), (2, 64), (3, 128))]
+    shapes = [mixed(b, w, p, source) for b in (2, 4, 8) for w, p in ((1, 64), (1, 128), (2, 64), (3, 128))]
     shapes += rectangular(rng, source, (2, 4))
     for allocation in (HOST, DEVICE):
         shapes += ragged(rng, source, (2, 4), allocation)
@@ -44,7 +44,7 @@ def with_newcomers(rng: random.Random, state: State) -> State:
     """The same requests, some of the prompts not initialised yet: pairs compete with what is ready."""
     shapes = [ProgramShape(ProgramKind.INITIALIZE, b, 0) for b in (2, 4)]
     shapes += [ProgramShape(ProgramKind.PREFILL, b, t) for b, t in ((1, 128), (4, 128))]
-    catalog = Catalog((*state.catalog, *shapes))
+    catalog = Catalog((*state.catalog, *shapes), aligned=False)
     fresh = new_state(catalog, state.limits, state.policy)
     requests = state.requests.draft()
     for slot in np.flatnonzero(requests.phase == Phase.PROMPT).tolist():

@@ -298,7 +298,7 @@ def mixed(*extents: tuple[int, int, int]) -> list[ProgramShape]:
 
 
 def catalog(*groups: list[ProgramShape]) -> Catalog:
-    return Catalog(tuple(itertools.chain.from_iterable(groups)))
+    return Catalog(tuple(itertools.chain.from_iterable(groups)), aligned=False)
 
 
 def spec(prompt_len: int, max_tokens: int = 10**6, **rest: object) -> RequestSpec:

@@ -71,7 +71,7 @@ def every_kind() -> Catalog:
     more += [ProgramShape(kind, 1, 0) for kind in (_K.INITIALIZE, _K.SNAPSHOT, _K.RESTORE)]
     more += [ProgramShape(_K.PREFILL, 1, 4), ProgramShape(_K.VISION, 1, 4)]
     more += [ProgramShape(_K.SPECULATIVE, 1, 2, 1, 2, proposal_source=_LEARNED)]
-    return Catalog((*SHAPES.values(), *more))
+    return Catalog((*SHAPES.values(), *more), aligned=False)
 
 
 def every_kind_state(**limits: int) -> State:

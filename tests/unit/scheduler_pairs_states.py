@@ -57,7 +57,7 @@ def random_catalog(
             )
         shapes.append(ProgramShape(kinds.SPECULATIVE, 4, 1, 0, 4, proposal_source=learned))
         shapes.append(ProgramShape(kinds.MIXED, 4, depth + 1, depth, 0, 4, proposal_source=learned))
-    return Catalog((*base, *shapes))
+    return Catalog((*base, *shapes), aligned=False)
 
 
 def random_policy(rng: random.Random) -> PolicyConfig:

@@ -66,7 +66,9 @@ def round_state(
 ) -> State:  # fmt: skip
     """Decoders (and prompts) with prices, acceptance and limits over many decades."""
     needed = [ProgramShape(ProgramKind.INITIALIZE, 1, 0), ProgramShape(ProgramKind.PREFILL, 1, 64)]
-    state = new_state(Catalog((*shapes, *needed)), small_limits(slots=8, pages=400, max_context=200), policy)
+    state = new_state(
+        Catalog((*shapes, *needed), aligned=False), small_limits(slots=8, pages=400, max_context=200), policy
+    )
     state = dataclasses.replace(state, now_ns=NS)
     flags = [Constraint.NONE] * 4 + [Constraint.NO_LEARNED, Constraint.NO_COPY, Constraint.GRAMMAR]
     specs = [

@@ -45,7 +45,7 @@ def staged_catalog(**kinds: Iterable[int]) -> Catalog:
     shapes = [
         ProgramShape(ProgramKind(name), b, 4 if name == "vision" else 0) for name, rows in kinds.items() for b in rows
     ]
-    return Catalog((*base, *shapes))
+    return Catalog((*base, *shapes), aligned=False)
 
 
 def scene(
@@ -380,7 +380,7 @@ def test_an_unmeasured_chain_does_not_lend_its_certainty_to_others() -> None:
     base = (*staged_catalog().shapes, ProgramShape(VISION, 1, 2), ProgramShape(VISION, 1, 4))
     spec = request(PROMPT_LEN, 6, image_spans=(ImageSpan(0, 1), ImageSpan(1, 2)))
     times = {VISION: lambda shape: 4.0 if shape.token_capacity == 2 else 0.0, PREFILL: 6}
-    state = scene([(Phase.VISION, 0)] * 2, times, Catalog(base), spec=spec)
+    state = scene([(Phase.VISION, 0)] * 2, times, Catalog(base, aligned=False), spec=spec)
     requests = state.requests.draft()
     requests.token_r[:2] = [50.0, 1.0]  # the known chain is the more valuable one
     large = dataclasses.replace(spec, image_spans=(ImageSpan(0, 1), ImageSpan(1, 5)))

@@ -56,7 +56,7 @@ def stage_catalog(*, prefill: tuple[tuple[int, int], ...] = ((1, 4), (1, 8), (4,
     shapes = [ProgramShape(KINDS.VISION, b, t) for b, t in ((1, 2), (1, 4), (2, 4))]
     shapes += [ProgramShape(kind, b, 0) for kind in (KINDS.SNAPSHOT, KINDS.RESTORE) for b in (1, 2)]
     shapes += [ProgramShape(KINDS.MIXED, 2, 1, prefill_capacity=8)] if mixed else []
-    return Catalog((*small_catalog(prefill=prefill), *shapes))
+    return Catalog((*small_catalog(prefill=prefill), *shapes), aligned=False)
 
 
 def stage_limits(*, rows: int = 0, features: int = 8, slots: int = 4) -> Limits:

@@ -15,10 +15,14 @@ import pytest
 
 from helios_jax.scheduler import Catalog, PolicyConfig, ProgramKind, ProgramShape, State, new_state, plan_next
 from helios_jax.scheduler.candidates import Candidates, nearly_best, new_decision
+from helios_jax.scheduler.joint import best_option
 from helios_jax.scheduler.mixed import mixed_candidates
 from helios_jax.scheduler.policy import _all_candidates, _best
+from helios_jax.scheduler.prerequisites import prerequisite_candidates
+from helios_jax.scheduler.programs import physical_tokens
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.state import Phase
+from tests.unit.scheduler_pairs_states import FRESH, LONGER, READY, random_catalog, random_state
 from tests.unit.scheduler_toy import DECODE, INITIALIZE, MS, PREFILL, admitted, measured, request, small_limits
 
 MIXED, VISION = ProgramKind.MIXED, ProgramKind.VISION
@@ -30,7 +34,7 @@ BASE: dict[str, Any] = {"served": (2, 3), "ms": 4.0, "padding": 5, "value": 1.0,
 
 def streams(*programs: ProgramShape, policy: PolicyConfig | None = None, num: int = 6, **columns: object) -> State:
     """Decoders whose tokens and deliveries are worth the same, unless columns say otherwise."""
-    state = new_state(Catalog((*NEEDED, *programs)), small_limits(slots=8), policy)
+    state = new_state(Catalog((*NEEDED, *programs), aligned=False), small_limits(slots=8), policy)
     state, _ = admitted(state, *[request(5, 20)] * num)
     requests = state.requests.draft()
     requests.phase[:num] = Phase.DECODE
@@ -208,3 +212,39 @@ def test_padding_is_unused_token_rows_and_request_rows_in_every_kind() -> None:
     padding = dict(zip(kinds, found.padding.tolist(), strict=True))
     assert padding[NEEDED[1]] == 3
     assert ProgramShape(PREFILL, 4, 8) not in padding  # redundant
+
+
+def test_padding_of_sequences_counts_both_stages() -> None:
+    """Against a sum over the stages of what each program computes, from the specifications of the requests."""
+    seen: set[ProgramKind] = set()
+    for seed in range(60):
+        rng = random.Random(seed)
+        kinds = rng.choice(FRESH), "vision", "terminal", *LONGER, *READY
+        state = random_state(rng, kinds, catalog=random_catalog(rng, prefill_rows=(1, 2), rounds=seed % 2 == 0))
+        for block in prerequisite_candidates(new_decision(state)):
+            for row, padding in enumerate(block.padding.tolist()):
+                first = state.catalog.shapes[block.first[row]]
+                members = np.flatnonzero(block.members[row]).tolist()
+                wanted = first.batch_capacity - len(members)
+                if first.kind is VISION:
+                    wanted += first.batch_capacity * first.token_capacity - sum(features(state, s) for s in members)
+                if block.follow[row] >= 0:
+                    follow, work = state.catalog.shapes[block.follow[row]], block.work[row][block.work[row] > 0]
+                    wanted += physical_tokens(follow) - int(work.sum()) + follow.batch_capacity - len(work)
+                assert padding == wanted, (seed, first)
+                seen.add(first.kind)
+    assert seen == {INITIALIZE, VISION, ProgramKind.RESTORE, ProgramKind.SNAPSHOT}
+
+
+def features(state: State, slot: int) -> int:
+    """Length of the next image."""
+    spec = state.specs[slot]
+    assert spec is not None
+    span = spec.image_spans[int(state.requests.images_done[slot])]
+    return span.end - span.start
+
+
+def test_joint_cohorts_that_are_equal_but_for_rounding_advance_more_requests() -> None:
+    values = np.array([[1.0, 3.0, -np.inf, 1.0], [1.0 - 1e-15, 3.0 - 1e-9, -np.inf, 1.0 + 1e-15]])
+    counts = np.array([[1, 1, 1, 2], [2, 2, 2, 1]])
+    assert best_option(values, counts).tolist() == [1, 0, 1, 0]
