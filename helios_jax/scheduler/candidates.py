@@ -18,6 +18,7 @@ from helios_jax.scheduler.service import Rates, current_rates
 from helios_jax.scheduler.speculation import expected_tokens
 from helios_jax.scheduler.state import PROMPT, TERMINAL, State
 from helios_jax.scheduler.utility import (
+    EQUAL,
     Terms,
     Values,
     scaled_values,
@@ -25,7 +26,6 @@ from helios_jax.scheduler.utility import (
 )
 
 NS_PER_MS = 1e6
-EQUAL = 1e-12  # scores nearer than this share of their parts are equal: sums in another order differ by less
 
 
 class Candidates(NamedTuple):
@@ -90,7 +90,7 @@ def scores(candidates: Candidates, waiting: float) -> np.ndarray:
 def nearly_best(candidates: Candidates, rates: np.ndarray, waiting: float, eligible: np.ndarray) -> np.ndarray:
     """The eligible candidates whose scores equal the best one's, int64 [ties].
 
-    Equal means up to `EQUAL` of a score's own parts, value / T and T / 2 * sum c (their difference may be
+    Equal means up to `utility.EQUAL` of a score's own parts, value / T and T / 2 * sum c (their difference may be
     far smaller than its rounding). Totals of the same lanes are added in different orders, which
     must not decide between candidates that the tie order is for.
 
@@ -344,11 +344,6 @@ def unused_rows(programs: ProgramTable, which: np.ndarray, work: np.ndarray) -> 
         work: int64 [C, n] token rows that each request uses.
     """
     return programs.physical[which] + programs.batch[which] - work.sum(axis=1) - (work > 0).sum(axis=1)
-
-
-def prompt_padding(tokens: np.ndarray, capacity: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Unused tokens and request rows of prefills, int64 [C]."""
-    return tokens - work.sum(axis=1) + capacity - (work > 0).sum(axis=1)
 
 
 def scatter(columns: np.ndarray, slots: np.ndarray, num_slots: int) -> np.ndarray:

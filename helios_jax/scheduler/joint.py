@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from helios_jax.scheduler.utility import EQUAL
+
 
 class Lanes(NamedTuple):
     """Additive rows of C programs: values [C, n], at least 0, and who can take part, bool [C, n]."""
@@ -90,5 +92,8 @@ def _leading(order: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def best_option(value: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Row of the largest value in each column, of equal ones that which advances more requests; int64 [C]."""
-    return np.where(value == value.max(axis=0), count, -1).argmax(axis=0)
+    """Row of the largest value in each column, of equal ones that which advances more requests; int64 [C].
+
+    Values are sums of positive terms; equal means up to `EQUAL`.
+    """
+    return np.where(value >= value.max(axis=0) * (1.0 - EQUAL), count, -1).argmax(axis=0)

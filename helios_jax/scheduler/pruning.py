@@ -20,7 +20,7 @@ import numpy as np
 
 from helios_jax.scheduler.candidates import Decision
 
-ROUNDING = 1e-9  # of the parts of a score: far more than what makes two of them equal (`candidates.EQUAL`)
+ROUNDING = 1e-9  # of the parts of a score: far more than what makes two of them equal (`utility.EQUAL`)
 
 
 def most_value(

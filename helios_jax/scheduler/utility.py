@@ -14,6 +14,8 @@ import numpy as np
 
 from helios_jax.scheduler.preferences import PolicyConfig
 
+EQUAL = 1e-12  # totals nearer than this share of what was added are equal: sums in another order differ by less
+
 
 class Values(NamedTuple):
     """Scaled values of one decision; float64 [slots] where not stated.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 
 import numpy as np
 import pytest
 
+from helios_jax.scheduler import ProgramKind, ProgramShape
 from helios_jax.scheduler.candidates import Candidates, Decision, new_decision, scores
-from helios_jax.scheduler.mixed import mixed_candidates
+from helios_jax.scheduler.mixed import _undominated, mixed_candidates
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.pruning import most_value
 from helios_jax.scheduler.race import Race
@@ -21,6 +24,7 @@ from tests.unit.scheduler_rounds_oracle import (
     DEVICE,
     HOST,
     LEARNED,
+    NONE,
     mixed,
     ragged,
     random_policy,
@@ -74,7 +78,7 @@ def check_mixed_once(seed: int) -> tuple[int, int]:
     """Mixed programs below a score that one of them has are left out, and the best stay the best."""
     rng = random.Random(seed)
     source = rng.choice([LEARNED, COPY])
-    shapes = [mixed(b, w, p, source) for b in (2, 4, 6) for w, p in ((1, 64), (1, 128), (2, 64), (3, 128))]
+    shapes = [mixed(b, w, p, source) for b in (2, 4, 8) for w, p in ((1, 64), (1, 128), (2, 64), (3, 128))]
     unmeasured, policy = rng.choice([0.0, 0.0, 0.1]), random_policy(rng, "adaptive")
     state = round_state(rng, [*shapes, *rectangular(rng, source, (2, 4))], num=8, unmeasured=unmeasured,
                         prompts=rng.choice([0.0, 0.3]), policy=policy)  # fmt: skip
@@ -171,3 +175,30 @@ def test_the_table_of_padding_holds_whatever_the_filter_discards() -> None:
             if learned and programs.device_allocates[pair[0]] == programs.device_allocates[pair[1]]:
                 discarded = not undominated(same[:2], programs.extents[pair])[0]
                 assert programs.padding_of[pair[0], pair[1]] or not discarded
+
+
+def test_the_table_of_padding_holds_whatever_the_filter_of_mixed_programs_discards() -> None:
+    """A prompt alone in two programs of any depth, width and source: if one discards the other, the table says so."""
+    discarded = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        shapes = {
+            ProgramShape(ProgramKind.MIXED, rng.choice((2, 4)), w := rng.randint(1, 4), rng.randint(w - 1, 4), 0,
+                         rng.choice((64, 128)), rng.choice((LEARNED, COPY)))
+            for _ in range(8)
+        }  # fmt: skip
+        shapes = {
+            shape if shape.proposal_depth else dataclasses.replace(shape, proposal_source=NONE) for shape in shapes
+        }
+        state = round_state(
+            rng, [ProgramShape(ProgramKind.DECODE, 4, 1), *shapes], policy=random_policy(rng, "adaptive")
+        )
+        programs = state.programs
+        for one, other in itertools.permutations(programs.mixed.tolist(), 2):
+            pair, nobody = np.array([one, other]), np.zeros(2, np.bool_)
+            work = np.zeros((2, 8), np.int64)
+            work[:, 3] = 9
+            kept = _undominated(new_decision(state), pair, work, np.full(2, 3), nobody)
+            assert kept[0] or programs.padding_of[one, other]
+            discarded += int(not kept[0])
+    assert discarded > 100
