@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from helios_jax.scheduler import PolicyConfig, ScheduledPlan, SelectionReason, State, new_state, plan_next
+from helios_jax.scheduler import PolicyConfig, RequestSpec, ScheduledPlan, SelectionReason, State, new_state, plan_next
 from helios_jax.scheduler.packed import PromptRows, packed_cohorts
 from helios_jax.scheduler.state import Phase
 from tests.unit.scheduler_oracle import Oracle
@@ -35,7 +35,7 @@ def random_state(
     state = new_state(catalog, small_limits(slots=8), policy or random_policy(rng))
     state = dataclasses.replace(state, now_ns=HOUR_NS)
     specs = [
-        request(rng.randint(1, 5), rng.randint(1, 6), scored=rng.random() < 0.2, message_ends=(rng.randint(1, 5),))
+        random_request(rng.randint(1, 5), rng.randint(1, 6), rng.random() < 0.2, rng.randint(1, 5))
         for _ in range(rng.randint(1, num))
     ]
     state, handles = admitted(state, *specs)
@@ -56,6 +56,12 @@ def random_state(
         requests.last_use_ns[slot] = rng.randint(0, HOUR_NS)
     state = dataclasses.replace(state, requests=requests.sealed())
     return measured(state, lambda _: 0 if rng.random() < unmeasured else rng.randint(10**5, 10**8))
+
+
+def random_request(prompt_len: int, max_tokens: int, scored: bool, message_end: int) -> RequestSpec:
+    """A request with one message end, if it lies in the prompt."""
+    ends = (message_end,) if message_end <= prompt_len else ()
+    return request(prompt_len, max_tokens, scored=scored, message_ends=ends)
 
 
 def random_policy(rng: random.Random) -> PolicyConfig:
