@@ -27,7 +27,8 @@ test that plants the corruption it guards against. None reads the counter that i
 21. Every possible cut is captured, skipped or ahead; free slots keep no captures.
 22. Images: windows are those that the storage gives; no prompt is consumed ahead of its images.
 23. Boundaries: a prompt stops at the next mandatory position at the latest, never inside an image.
-24. Copies: who waits for one has its row, who has further windows a private one; only ended requests have an end.
+24. Copies: who waits for one has its row, who has further windows a private one; only ended requests have an end;
+    a stream is at most one snapshot away from decoding.
 25. Acceptance: means are probabilities, weights within the cap, the prior falls; unused slots know nothing.
 """
 

@@ -66,6 +66,24 @@ def copies(state: State) -> str | None:
             return f"slot {slot} in {phase.name} is at the end of its window"
         if private and r.restore_row[slot] == private and not (phase == Phase.RESTORE and between):
             return f"slot {slot} in {phase.name} would restore its window"
+    return streams(state)
+
+
+def streams(state: State) -> str | None:
+    """A stream is in DECODE, or one snapshot away from it: none waits behind several stages.
+
+    `service` relies on it: every stream has the reference interval of its family, and no individual
+    future delivery has to stand in for it.
+    """
+    r = state.requests
+    for slot, spec in enumerate(state.specs):
+        if spec is None or r.phase[slot] not in _RUNNING or not r.output_len[slot]:
+            continue
+        phase, last = Phase(r.phase[slot]), int(r.window_images[slot])
+        if phase not in (Phase.DECODE, Phase.SNAPSHOT):
+            return f"slot {slot} has output and is in {phase.name}, stages away from decoding"
+        if r.consumed_len[slot] != r.prompt_len[slot] or last < len(spec.image_spans):
+            return f"slot {slot} has output with {r.consumed_len[slot]} of {r.prompt_len[slot]} prompt tokens consumed"
     return None
 
 

@@ -8,6 +8,11 @@ Symbols: r reciprocal rate (`token_r`, `delivery_r`), n normaliser in units/ms (
 `delivery_n`), D interval in ms, s service in units, tau `adaptation_ms`, K streams with
 deliveries, N participants, sigma reference interval in ms.
 
+Reading: the source gives multistage blocked streams an individual reference of their future
+delivery. Here a stream is at most one snapshot away from decoding (invariant 24), because images and
+restoration come before the first output, and a pair prices that snapshot together with what follows;
+so every stream has its family's reference interval, and no individual one exists.
+
 Source: scheduling-utility.md sections 2 to 6.
 """
 

@@ -67,7 +67,8 @@ class RetentionMachine(RuleBasedStateMachine):
     def admits(self, prompt: int, output: int, ends: list[int], images: int, source: int) -> None:
         spans = tuple(ImageSpan(start, start + 3) for start in range(1, 1 + 5 * images, 5) if start + 3 <= prompt)
         spec = request(
-            prompt, output, message_ends=tuple(sorted(end for end in ends if end <= prompt)), image_spans=spans if self.state.limits.state_rows else (),
+            prompt, output, message_ends=tuple(sorted(end for end in ends if end <= prompt)),
+            image_spans=spans if self.state.limits.state_rows else (),
             stop_token_ids=frozenset({STOP}), **self._source(prompt, spans, source),
         )  # fmt: skip
         if can_admit(self.state, spec):

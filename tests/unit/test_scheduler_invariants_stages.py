@@ -8,9 +8,9 @@ import pytest
 
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler import State, check_invariants
-from helios_jax.scheduler.invariants_stages import image_windows
+from helios_jax.scheduler.invariants_stages import image_windows, streams
 from helios_jax.scheduler.state import Phase
-from tests.unit.scheduler_toy import request
+from tests.unit.scheduler_toy import decoding_state, request
 from tests.unit.test_scheduler_invariants import Corruption, column
 from tests.unit.test_scheduler_stages import WINDOWED, Run, capturing, spans, stage_state
 
@@ -73,3 +73,22 @@ def test_windows_are_whole_images_that_fit() -> None:
     assert image_windows(request(20, 1, image_spans=images), 8) == [(0, 3), (3, 4), (4, 5)]
     assert image_windows(request(20, 1, image_spans=images, restored_len=4), 8) == [(1, 3), (3, 4), (4, 5)]
     assert image_windows(request(20, 1), 8) == [(0, 0)]
+
+
+@pytest.mark.parametrize("phase", [Phase.INITIALIZE, Phase.RESTORE, Phase.EXTERNAL, Phase.VISION, Phase.PROMPT])
+def test_a_stream_stages_away_from_decoding_is_found(phase: Phase) -> None:
+    """Earlier invariants catch these by their lengths; this one says what prices rely on."""
+    state, handles = decoding_state()
+    assert streams(state) is None
+    corrupt = column("phase", handles[0].slot, int(phase))(state)
+    assert f"is in {phase.name}, stages away" in (streams(corrupt) or "")
+    with pytest.raises(InvariantError):
+        check_invariants(corrupt)
+
+
+def test_a_stream_with_a_further_window_is_found() -> None:
+    state, handles = decoding_state()
+    snapshot = column("phase", handles[0].slot, int(Phase.SNAPSHOT))(state)
+    assert streams(snapshot) is None
+    assert "has output with 5 of 5" in (streams(spec(image_spans=spans((2, 4)))(snapshot)) or "")
+    assert "has output with 4 of 5" in (streams(column("consumed_len", handles[0].slot, 4)(snapshot)) or "")
