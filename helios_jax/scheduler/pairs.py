@@ -193,7 +193,7 @@ def _delivery_case(
     needed |= first_of(stage.terminal, cohorts.ends, state.limits.slots)
     value = cohorts.value
     if following is programs.speculative:
-        pairs = Pairs(follow, programs.batch[first], first_ms + rest_ms, ending, fresh, ready)
+        pairs = Pairs(first, follow, programs.batch[first], first_ms + rest_ms, ending, fresh, ready)
         searched = ragged_cohorts(decision, pairs, least)
         if searched is not None:
             work[searched.pairs], value[searched.pairs] = searched.work, searched.value

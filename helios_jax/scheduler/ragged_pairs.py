@@ -34,6 +34,7 @@ class Pairs(NamedTuple):
     """C pairs of a prerequisite and a round.
 
     Attributes:
+        first: int64 [C] the prerequisites.
         follow: int64 [C] the rounds.
         room: int64 [C] rows of the prerequisites.
         total_ms: float64 [C] T + F, 0 if that is not known.
@@ -42,6 +43,7 @@ class Pairs(NamedTuple):
         ready: int64 [k] slots that are ready already.
     """
 
+    first: np.ndarray
     follow: np.ndarray
     room: np.ndarray
     total_ms: np.ndarray
@@ -74,8 +76,8 @@ def ragged_cohorts(decision: Decision, pairs: Pairs, least: float | None = None)
     """The joint cohorts of the pairs whose P is too few; None if there are none.
 
     Args:
-        least: Score below which a measured pair does not matter, nor one below the best pair: those keep what they
-            have. None: all of them matter.
+        least: Score below which a measured pair does not matter, nor one below the best pair, unless it may make
+            one redundant that does: those keep what they have. None: all of them matter.
     """
     programs = decision.state.programs
     slots = np.sort(np.concatenate([pairs.fresh, pairs.ready]))
@@ -93,17 +95,30 @@ def ragged_cohorts(decision: Decision, pairs: Pairs, least: float | None = None)
         prices = marginal_prices(decision, int(pairs.follow[some[0]]), slots)
         lanes = _lanes(decision, pairs, slots, rows, some, prices)
         if least is not None:
-            bounds = _bounds(decision, pairs, some, lanes)
-            best = np.flatnonzero(bounds == bounds.max())[:1]
-            found.append(_search(decision, pairs, some[best], slots, is_new, _only(lanes, best)))
-            if bounds[best[0]] < np.inf:
+            bounds, padding = _bounds(decision, pairs, some, lanes), _padding(decision, pairs, some)
+            # Only the score of a pair that nothing can make redundant is certain to stay in the race.
+            certain = np.flatnonzero(~padding.any(axis=1) & (bounds < np.inf))
+            best = certain[bounds[certain].argsort()[-1:]]
+            if len(best):
+                found.append(_search(decision, pairs, some[best], slots, is_new, _only(lanes, best)))
                 least = max(least, float(_rates(decision, pairs, some[best], found[-1].value)[0]))
-            matter = bounds >= least - ROUNDING * abs(least)
+            parts = bounds + pairs.total_ms[some] * decision.values.waiting
+            hopeful = bounds + ROUNDING * parts >= least
+            matter = hopeful | padding[:, some][hopeful].any(axis=0)
             matter[best] = False
             some, lanes = some[matter], _only(lanes, matter)
         if len(some):
             found.append(_search(decision, pairs, some, slots, is_new, lanes))
     return Searched(*[np.concatenate(column) for column in zip(*found, strict=True)]) if found else None
+
+
+def _padding(decision: Decision, pairs: Pairs, some: np.ndarray) -> np.ndarray:
+    """bool [R, C]: which of some pairs may be redundant padding of which pairs; timings play no part in that."""
+    table, rows = decision.state.programs.padding_of, some[:, None]
+    first = table[pairs.first[rows], pairs.first], pairs.first[rows] == pairs.first
+    follow = table[pairs.follow[rows], pairs.follow], pairs.follow[rows] == pairs.follow
+    found: np.ndarray = (first[0] & (follow[0] | follow[1])) | (first[1] & follow[0])
+    return found
 
 
 def _only(lanes: _Lanes, which: np.ndarray) -> _Lanes:

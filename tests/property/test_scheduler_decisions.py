@@ -12,6 +12,7 @@ from helios_jax.scheduler import Catalog, ProgramKind, ProgramShape, State, new_
 from helios_jax.scheduler.candidates import Candidates, Decision, new_decision, scores
 from helios_jax.scheduler.policy import _all_candidates, _best
 from helios_jax.scheduler.state import Phase
+from tests.property.test_scheduler_ragged_pairs import ragged_state
 from tests.unit.scheduler_pairs_states import FRESH, LONGER, READY, random_catalog, random_state
 from tests.unit.scheduler_rounds_oracle import (
     COPY,
@@ -95,10 +96,12 @@ def sweep(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         unmeasured = rng.choice([0.0, 0.0, 0.0, 0.05])
-        if seed % 3 == 0:
+        if seed % 4 == 0:
             state = rounds_and_mixed(rng, unmeasured)
-        elif seed % 3 == 1:
+        elif seed % 4 == 1:
             state = with_newcomers(rng, rounds_and_mixed(rng))
+        elif seed % 4 == 2:
+            state = ragged_state(seed, 7)
         else:
             state = staged(rng, unmeasured)
         left_out += check(state, seed)
