@@ -88,6 +88,9 @@ def ragged_cohorts(decision: Decision, pairs: Pairs, least: float | None = None)
     streams = int(np.count_nonzero(decision.rates.family >= 0))
     share = programs.packed[pairs.follow] // np.minimum(programs.batch[pairs.follow], max(1, streams))
     tight = np.flatnonzero((rows.max(axis=1, initial=0) > np.maximum(1, share)) & rows[:, is_new].any(axis=1))
+    # Pairs with rows for everybody are not searched here and may win as they are.
+    settled = np.setdiff1d(np.arange(len(pairs.follow)), tight)
+    covers = _padding(decision, pairs, settled).any(axis=0)
     found = []
     groups = programs.source[pairs.follow] * 2 + programs.device_allocates[pairs.follow]
     for group in np.unique(groups[tight]).tolist():
@@ -104,7 +107,7 @@ def ragged_cohorts(decision: Decision, pairs: Pairs, least: float | None = None)
                 least = max(least, float(_rates(decision, pairs, some[best], found[-1].value)[0]))
             parts = bounds + pairs.total_ms[some] * decision.values.waiting
             hopeful = bounds + ROUNDING * parts >= least
-            matter = hopeful | padding[:, some][hopeful].any(axis=0)
+            matter = hopeful | padding[:, some][hopeful].any(axis=0) | covers[some]
             matter[best] = False
             some, lanes = some[matter], _only(lanes, matter)
         if len(some):

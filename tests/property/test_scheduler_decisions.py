@@ -28,6 +28,7 @@ from tests.unit.scheduler_rounds_oracle import (
 
 # A prompt alone in a slow, small, deep mixed program makes larger and faster ones of other depths redundant.
 FAILED = (700220, 700352, 700877, 701035)
+FAILED_PAIRS = (6, 36, 70, 75, 114, 152)  # the same between pairs before rounds that share too few rows
 
 
 def rounds_and_mixed(rng: random.Random, unmeasured: float = 0.0) -> State:
@@ -111,6 +112,11 @@ def sweep(seeds: range) -> None:
 @pytest.mark.parametrize("seed", FAILED)
 def test_a_small_mixed_program_stays_to_discard_larger_ones_of_another_depth(seed: int) -> None:
     check(rounds_and_mixed(random.Random(seed)), seed)
+
+
+@pytest.mark.parametrize("seed", FAILED_PAIRS)
+def test_pairs_that_may_discard_others_are_searched(seed: int) -> None:
+    check(ragged_state(seed, 7), seed)
 
 
 def test_pruning_changes_no_decision() -> None:
