@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
+WORKERS ?= 2
 
 .DELETE_ON_ERROR:
 .PHONY: serve chat test test-slow test-device lint type wheel bench clean
@@ -28,11 +29,12 @@ serve: $(VENV)/serve.stamp        ## serve the default model on HOST:PORT
 chat: $(VENV)/serve.stamp         ## chat in the terminal, without a server
 	$(BIN)/helios-jax chat $(ARGS)
 
+# A file stays in one process, so its fixtures are made once.
 test: $(VENV)/test.stamp               ## the default suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/test.stamp          ## what the default suite leaves out for its length
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-device: $(VENV)/test.stamp        ## on a machine with a GPU
 	FLARE_RUN_CUDA_TESTS=1 $(BIN)/python -m pytest -m device -s tests/device $(ARGS)

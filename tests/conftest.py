@@ -13,9 +13,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu" if not os.environ.get("FLARE_RUN_CU
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of prepared cores; HELIOS_JAX_TEST_CACHE keeps it between runs."""
+    """Directory of prepared cores; HELIOS_JAX_TEST_CACHE keeps it between runs.
+
+    Parallel workers share it: preparing locks a core's directory, so each is compiled once.
+    """
     named = os.environ.get("HELIOS_JAX_TEST_CACHE")
-    path = Path(named) if named else tmp_path_factory.mktemp("cores")
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    path = Path(named) if named else base / "cores"
     path.mkdir(parents=True, exist_ok=True)
     return path
 
