@@ -90,7 +90,7 @@ def ragged_cohorts(decision: Decision, pairs: Pairs, least: float | None = None)
     tight = np.flatnonzero((rows.max(axis=1, initial=0) > np.maximum(1, share)) & rows[:, is_new].any(axis=1))
     # Pairs with rows for everybody are not searched here and may win as they are.
     settled = np.setdiff1d(np.arange(len(pairs.follow)), tight)
-    covers: np.ndarray = _padding(decision, pairs, settled).any(axis=0)
+    covers = np.any(_padding(decision, pairs, settled), axis=0, keepdims=True)[0]
     found = []
     groups = programs.source[pairs.follow] * 2 + programs.device_allocates[pairs.follow]
     for group in np.unique(groups[tight]).tolist():
