@@ -224,12 +224,12 @@ class World:
         )
 
     def _allocated(self, plan: ScheduledPlan) -> tuple[list[int], np.ndarray | None]:
-        """Target rows of each lane; with the confidence sidecar where the device allocates them.
+        """Target rows of each lane; with the confidence sidecar of a learned round, whoever allocates.
 
         The toy draft is sure of the proposals that will be accepted (0.95 each) and doubts the others (0.05).
         """
         rows, shape = [lane.length for lane in plan.lanes], plan.shape
-        if shape.allocation is not Allocation.PREFIX_LIMIT or shape.proposal_depth == 0:
+        if shape.proposal_source is not ProposalSource.LEARNED or shape.proposal_depth == 0:
             return rows, None
         depth, rounds = shape.proposal_depth, [lane for lane in plan.lanes if lane.role is LaneRole.DECODE]
         confidence = np.zeros((2, self.state.limits.slots, depth), np.float32)
@@ -237,6 +237,8 @@ class World:
             sure = np.arange(depth) < self.accepts(lane.handle)
             confidence[0, lane.handle.slot] = np.where(sure, 0.95, 0.05)
         confidence[1] = np.cumprod(confidence[0], axis=1)
+        if shape.allocation is not Allocation.PREFIX_LIMIT:
+            return rows, confidence
         free = packed_rows(shape) - len(rounds)
         offers = sorted(
             (-confidence[1, lane.handle.slot, d], d, i)

@@ -61,7 +61,8 @@ def workload(seed: int, *, frames: int = 2) -> list[str]:
         free = int((world.state.requests.phase == 0).sum())
         if free > 1 and rng.random() < 0.3:
             stops, length, output = frozenset({9, 11, 10**6}), rng.randint(1, 400), rng.randint(1, 60)
-            world.arrive(*[spec(length, output, message_ends=(20, 90), stop_token_ids=stops)] * 2)
+            ends = tuple(end for end in (20, 90) if end <= length)
+            world.arrive(*[spec(length, output, message_ends=ends, stop_token_ids=stops)] * 2)
         if rng.random() < 0.03 and world.streams:
             world.state = cancel(world.state, rng.choice(sorted(world.streams)))
         if world.step() is None:
