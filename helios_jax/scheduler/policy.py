@@ -42,9 +42,10 @@ from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, polic
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.queue import closed, may_be_over, needs_feedback, project
 from helios_jax.scheduler.race import Race
-from helios_jax.scheduler.refresh import credit_ns, is_funded, stale_alternatives
+from helios_jax.scheduler.refresh import credit_ns, is_funded
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.stages import next_features
+from helios_jax.scheduler.stale import stale_alternatives
 from helios_jax.scheduler.state import Requests, State
 from helios_jax.scheduler.types import Lane, LaneRole, RequestHandle, ScheduledPlan, SelectionReason
 

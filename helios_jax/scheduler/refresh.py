@@ -19,7 +19,7 @@ only when O / divisor - (P so far) is at least the cap, so P before it is below 
 Money is integers: one ordinary nanosecond earns 1 / divisor ns, so a balance is held in units of
 1 / divisor ns and nothing is ever rounded.
 
-Knows no requests and no programs except for `stale_alternatives`, which reads a decision's columns.
+Knows no requests and no programs.
 
 Source: specification, "Funded timing refresh" and "Funded acceptance learning".
 """
@@ -28,16 +28,9 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler import cost
 from helios_jax.scheduler.types import Fence, SelectionReason
-
-if TYPE_CHECKING:  # state.py holds `Ledgers`: at run time the arrow points from there to here only
-    from helios_jax.scheduler.candidates import Candidates, Decision
 
 CAP_NS = 5_000_000  # specification: "capped at 5 ms"
 REFRESH_DIVISOR = 499  # 0.998 / 0.002: the first episode takes 5 ms * 499 = 2,495 ms of ordinary time
@@ -203,28 +196,3 @@ def _with(ledgers: Ledgers, reason: SelectionReason, ledger: Ledger) -> Ledgers:
     if reason is SelectionReason.TIMING_REFRESH:
         return dataclasses.replace(ledgers, refresh=ledger)
     return dataclasses.replace(ledgers, learning=ledger)
-
-
-def stale_alternatives(decision: Decision, candidates: Candidates, winner: int) -> np.ndarray:
-    """The candidates among which ordinary ranking chooses a timing refresh; none is all False.
-
-    Every feasible candidate whose submitted program is measured, stale and not the winner's own
-    (that one refreshes itself by ordinary service) is an alternative. The programs neither
-    observed nor attempted for longest come first: an attempt whose timing was invalid does not
-    make the estimate fresh, but sends the program to the back of the queue.
-
-    Args:
-        winner: Row of the ordinary winner, which is determinate.
-
-    Returns:
-        bool [C].
-    """
-    state, costs = decision.state, decision.state.costs
-    first = candidates.first
-    is_stale = cost.stale(costs, state.now_ns, state.policy.estimate_ttl_ns)[first]
-    eligible = candidates.known & is_stale & (first != first[winner])
-    if not eligible.any():
-        return eligible
-    since_ns = np.maximum(costs.observed_ns, costs.attempted_ns)[first]
-    oldest: np.ndarray = eligible & (since_ns == since_ns[eligible].min())
-    return oldest
