@@ -13,6 +13,7 @@ import pytest
 from helios_jax.scheduler import LaneRole, ProgramKind, ProgramShape, ScheduledPlan, State, plan_next
 from helios_jax.scheduler.candidates import delivery_lanes, new_decision
 from helios_jax.scheduler.catalog import Allocation
+from helios_jax.scheduler.programs import lane_width
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.service import current_rates
 from helios_jax.scheduler.state import REQUEST_COLUMNS, Requests
@@ -56,6 +57,8 @@ def check_winner(seeds: range, *, mode: str, kinds: str, unmeasured: float = 0.0
             shapes += [mixed(2, 1, 64, NONE)]
         if rng.random() < 0.3 and not any(shape.kind is ProgramKind.DECODE for shape in shapes):
             shapes.append(ProgramShape(ProgramKind.DECODE, rng.choice([1, 4]), 1))
+        if mode == "fixed":  # a catalogue whose widest rounds hold no whole prefix is refused
+            shapes = [s for s in shapes if s.kind is not ProgramKind.SPECULATIVE or s.packed_capacity >= lane_width(s)]
         state = round_state(
             rng, shapes, unmeasured=unmeasured, prompts=prompts, policy=random_policy(rng, mode)
         )  # fmt: skip
