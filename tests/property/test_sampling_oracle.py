@@ -13,7 +13,7 @@ import pytest
 from helios_jax.aot.abi import Dims
 from helios_jax.aot.device_state import DeviceState, new_state
 from helios_jax.aot.programs.sampling import Rows, Sampled, sample
-from tests.unit.programs_toy import Toy
+from tests.unit.programs_toy import Toy, with_settings
 
 VOCAB, DRAWS = 29, 6000
 DIMS = Dims(slots=8, pages_per_slot=1, num_pages=2, page_size=16, vocab_size=VOCAB)
@@ -50,15 +50,8 @@ def state_with(rows: dict[int, dict[str, Any]]) -> DeviceState:
     counts = jnp.broadcast_to(jnp.arange(VOCAB) % 3, (DIMS.slots + 1, VOCAB))
     seen = jnp.broadcast_to(jnp.arange(VOCAB) % 2 == 0, (DIMS.slots + 1, VOCAB))
     changed: dict[str, Any] = {"output_counts": counts.astype(jnp.int32), "prompt_seen": seen}
-    for slot, settings in rows.items():
-        settings = {"temperature": 1.0, "seed": (7, 9)} | settings
-        bias = settings.pop("bias", {})
-        settings["bias_ids"] = [*bias, *[-1] * (300 - len(bias))]
-        settings["bias_values"] = [*bias.values(), *[0.0] * (300 - len(bias))]
-        for name, value in settings.items():
-            column = changed.get(name, getattr(state, name))
-            changed[name] = column.at[slot].set(jnp.asarray(value, column.dtype))
-    return state.replace(**changed)
+    rows = {slot: {"temperature": 1.0, "seed": (7, 9)} | settings for slot, settings in rows.items()}
+    return with_settings(state.replace(**changed), rows)
 
 
 def oracle(logits: np.ndarray, options: dict[str, Any]) -> np.ndarray:

@@ -30,7 +30,7 @@ from helios_jax.aot.programs.sampling import (
     uniform,
 )
 from helios_jax.aot.programs.verification import Verdict, judge, pack_block
-from tests.unit.programs_toy import Toy
+from tests.unit.programs_toy import Toy, with_settings
 
 VOCAB, WIDTH = 11, 4
 LANES, ROWS = 5, 20
@@ -51,15 +51,8 @@ def state_with(rows: dict[int, dict[str, Any]]) -> DeviceState:
     state = new_state(Toy(), DIMS, "float32")
     counts = jnp.broadcast_to(jnp.arange(VOCAB) % 3 == 1, (DIMS.slots + 1, VOCAB)).astype(jnp.int32)
     changed: dict[str, Any] = {"output_counts": counts}
-    for slot, settings in rows.items():
-        settings = {"temperature": 1.0, "seed": (slot, 77)} | settings
-        bias = settings.pop("bias", {})
-        settings["bias_ids"] = [*bias, *[-1] * (300 - len(bias))]
-        settings["bias_values"] = [*bias.values(), *[0.0] * (300 - len(bias))]
-        for name, value in settings.items():
-            column = changed.get(name, getattr(state, name))
-            changed[name] = column.at[slot].set(jnp.asarray(value, column.dtype))
-    return state.replace(**changed)
+    rows = {slot: {"temperature": 1.0, "seed": (slot, 77)} | settings for slot, settings in rows.items()}
+    return with_settings(state.replace(**changed), rows)
 
 
 def lanes_of(slots: Any, positions: Any) -> Lanes:

@@ -227,3 +227,17 @@ class Host:
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(0, VOCAB, length).tolist()
+
+
+def with_settings(state: DeviceState, rows: dict[int, dict[str, Any]]) -> DeviceState:
+    """The state with sampling settings of some slots; `bias` is a mapping of token to value."""
+    changed: dict[str, Any] = {}
+    for slot, settings in rows.items():
+        settings = dict(settings)
+        bias = settings.pop("bias", {})
+        settings["bias_ids"] = [*bias, *[-1] * (MAX_LOGIT_BIAS - len(bias))]
+        settings["bias_values"] = [*bias.values(), *[0.0] * (MAX_LOGIT_BIAS - len(bias))]
+        for name, value in settings.items():
+            column = changed.get(name, getattr(state, name))
+            changed[name] = column.at[slot].set(jnp.asarray(value, column.dtype))
+    return state.replace(**changed)
