@@ -76,7 +76,7 @@ def is_writable(directory: pathlib.Path) -> bool:
     probe = directory / f"{TEMP_PREFIX}{uuid.uuid4().hex}"
     try:
         probe.touch(exist_ok=False)
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # the holder of the lock may have swept it up already
     except OSError:
         return False
     return True

@@ -20,7 +20,7 @@ from helios_jax.aot.core import core_directory, is_core, load_core, open_core, p
 from helios_jax.aot.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from helios_jax.aot.report import ProgramStatus
 from helios_jax.aot.runner import DeviceRunner
-from helios_jax.aot.store import LOCK_NAME
+from helios_jax.aot.store import LOCK_NAME, is_writable, remove_leftovers
 from helios_jax.engine.setup import Target
 from helios_jax.errors import ConfigError, CoreError
 from helios_jax.scheduler.catalog import ProgramKind
@@ -281,6 +281,21 @@ def test_a_read_only_directory_compiles_without_keeping_and_warns(tmp_path: Path
         assert statuses(core) == {ProgramStatus.COMPILED}
         assert core.source_info.text_path == source.directory
     assert list(empty.iterdir()) == []
+
+
+def test_a_directory_is_writable_while_another_preparation_sweeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe of one preparation looks like a leftover to the other, which holds the lock."""
+    touch = Path.touch
+
+    def touched_and_swept(path: Path, *args: Any, **kwargs: Any) -> None:
+        touch(path, *args, **kwargs)
+        remove_leftovers(tmp_path)
+
+    monkeypatch.setattr(Path, "touch", touched_and_swept)
+    assert is_writable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_prepares_at_once_share_the_work(tmp_path: Path) -> None:
