@@ -112,6 +112,11 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
       of the source's logistic map, (1, 0) = identity. Copies (source `copy`, D > 0) add `proposal` [B, D], the
       supplied prefix that continues the pending token, -1 behind its end, and `confidence` [B, D] float,
       the host's estimate that each proposal is accepted if those before it are, before calibration.
+    mixed: one prompt row beside decoding rows. `query_len` [B]: a decoding row's is its `limit` in a round of
+      the same proposals, the prompt row's the prompt tokens of its chunk; 0 = inactive row. `prefill_row` [1]
+      the prompt row's index, -1 without one; `start` [1] the position of its first token, `sample` [1] 1 if
+      the chunk ends the prompt, `tokens` [F] its tokens from index 0 on, F the prefill capacity.
+      `calibration`, `proposal` and `confidence` as in a round; the prompt row has no proposals.
     """
     b, t = shape.batch_capacity, shape.token_capacity
     table: dict[str, tuple[int, ...]] = {"page_table": (b, dims.pages_per_slot)}
@@ -144,14 +149,27 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
         case ProgramKind.DECODE:
             return _layout({"slot": (b,), "want_logprobs": (1,)} | table, {})
         case ProgramKind.SPECULATIVE:
-            drafts = (b, shape.proposal_depth)
             lanes: dict[str, tuple[int, ...]] = {"slot": (b,), "limit": (b,), "want_logprobs": (1,)}
-            calibration: dict[str, tuple[int, ...]] = {"calibration": (2,)} if shape.proposal_depth else {}
-            if not shape.proposal_depth or shape.proposal_source is not ProposalSource.COPY:
-                return _layout(lanes | table, calibration)
-            return _layout(lanes | table | {"proposal": drafts}, calibration | {"confidence": drafts})
+            proposal, confidence = _proposals(shape)
+            return _layout(lanes | table | proposal, confidence)
+        case ProgramKind.MIXED:
+            proposal, confidence = _proposals(shape)
+            one = dict.fromkeys(("prefill_row", "start", "sample", "want_logprobs"), (1,))
+            prompt: dict[str, tuple[int, ...]] = {"tokens": (shape.prefill_capacity,)}
+            return _layout({"slot": (b,), "query_len": (b,)} | one | table | proposal | prompt, confidence)
         case _:
             raise ValueError(f"program kind {shape.kind} has no control layout")
+
+
+def _proposals(shape: ProgramShape) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The int32 and float32 control fields of a round's proposals."""
+    if not shape.proposal_depth:
+        return {}, {}
+    calibration: dict[str, tuple[int, ...]] = {"calibration": (2,)}
+    if shape.proposal_source is not ProposalSource.COPY:
+        return {}, calibration
+    drafts = (shape.batch_capacity, shape.proposal_depth)
+    return {"proposal": drafts}, calibration | {"confidence": drafts}
 
 
 def completion_layout(shape: ProgramShape, dims: Dims) -> Layout:
@@ -164,10 +182,10 @@ def completion_layout(shape: ProgramShape, dims: Dims) -> Layout:
     penalties and temperature, as in vLLM's default. Scored prefill adds `target_logprob`,
     `target_rank` [T] and `target_top_ids` / `target_top_logprobs` [T, TOP_LOGPROBS].
 
-    Speculative: see `_round_completion`.
+    Speculative and mixed: see `_round_completion`.
     """
     b, t, n = shape.batch_capacity, shape.token_capacity, TOP_LOGPROBS
-    if shape.kind is ProgramKind.SPECULATIVE:
+    if shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED):
         return _round_completion(shape, dims)
     if shape.kind is ProgramKind.INITIALIZE:
         return _layout({"slot": (b,)}, {})
@@ -187,7 +205,7 @@ def completion_layout(shape: ProgramShape, dims: Dims) -> Layout:
 
 
 def _round_completion(shape: ProgramShape, dims: Dims) -> Layout:
-    """Completion fields of a speculative round.
+    """Completion fields of a speculative round, and of a mixed program, whose decoding rows are one.
 
     `tokens` [B, W]: emitted tokens in order, -1 behind the last; `num_tokens` [B] how many (0 only if
     `status` is not 0, or the lane is inactive); `offered` [B] proposals that the target judged, `accepted`
@@ -202,6 +220,9 @@ def _round_completion(shape: ProgramShape, dims: Dims) -> Layout:
     min(D, positions behind its pending token that its pages hold) proposals, copies no more than were
     supplied. `survival` [slots, D]: running products of min(1, p / q) of the first `offered` proposals,
     p the target's and q the source's probability as drawn (1 for copies); 1 or 0 where the lane is greedy.
+
+    The prompt row of a mixed program has `num_tokens` 1 (its first output token) if `sample` was set and
+    `status` is 0, else 0, no proposals, and `committed_len` = `start` + `query_len`.
     """
     b, w, d, n = shape.batch_capacity, shape.token_capacity, shape.proposal_depth, TOP_LOGPROBS
     each = ("slot", "num_tokens", "offered", "accepted", "committed_len", "status")
