@@ -2,8 +2,10 @@
 
 from helios_jax.testing.clock import FakeClock
 from helios_jax.testing.core import FakeCore, FakeSourceInfo, fake_async_llm, fake_core
-from helios_jax.testing.device import FakeFrame, FakeRunner, Gate, hashed_text, scripted
-from helios_jax.testing.rig import EngineRig, expected_tokens
+from helios_jax.testing.device import FakeFrame, FakeRunner
+from helios_jax.testing.gate import Gate
+from helios_jax.testing.model import FakeDraft, expected_tokens, hashed_text, scripted
+from helios_jax.testing.rig import EngineRig
 from helios_jax.testing.tokenizer import ByteTokenizer
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "EngineRig",
     "FakeClock",
     "FakeCore",
+    "FakeDraft",
     "FakeFrame",
     "FakeRunner",
     "FakeSourceInfo",

@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 from helios_jax.aot.abi import Dims
+from helios_jax.aot.speculation import DEFAULT_DRAFT_TOKENS, default_rows, round_shapes
 from helios_jax.config import EngineConfig
 from helios_jax.engine.async_llm import AsyncLLM
-from helios_jax.scheduler.catalog import Catalog, serving_catalog
+from helios_jax.scheduler.catalog import Catalog, ProposalSource, mixed_shapes, prompt_buckets, serving_catalog
 from helios_jax.scheduler.types import Limits
 from helios_jax.testing.device import FakeRunner
 from helios_jax.testing.tokenizer import ByteTokenizer
@@ -48,6 +49,11 @@ def fake_core(
     prefill_chunk: int = 64,
     vocab_size: int = 260,
     name: str = "fake",
+    spec_method: str = "none",
+    num_draft_tokens: int | None = None,
+    speculative_token_capacity: int | None = None,
+    mixed_prefill: bool = False,
+    frames: int = 2,
     **runner_options: Any,
 ) -> FakeCore:
     """A core that needs no compilation.
@@ -55,9 +61,14 @@ def fake_core(
     Args:
         max_slots, max_context, page_size, prefill_chunk, vocab_size: As of a real core.
         num_pages: Usable pages; None gives every slot a full context.
-        runner_options: Of `FakeRunner`: next_token, clock, duration_ns, gate, on_submit, on_complete.
+        spec_method, num_draft_tokens, speculative_token_capacity, mixed_prefill: As of a real core; "draft" and
+            "mtp" are the runner's `FakeDraft`.
+        frames: Frames in flight, 1 or 2.
+        runner_options: Of `FakeRunner`: next_token, draft, clock, duration_ns, gate, on_submit, on_complete.
     """
-    per_slot = -(-max_context // page_size)
+    depth = 0 if spec_method == "none" else num_draft_tokens or DEFAULT_DRAFT_TOKENS[spec_method]
+    extent = 0 if spec_method == "copy" else depth
+    per_slot = -(-(max_context + extent) // page_size)
     usable = num_pages if num_pages is not None else max_slots * per_slot
     dims = Dims(
         slots=max_slots,
@@ -66,9 +77,23 @@ def fake_core(
         page_size=page_size,
         vocab_size=vocab_size,
     )
-    limits = Limits(slots=max_slots, pages=usable, page_size=page_size, max_context=max_context)
-    catalog = serving_catalog(max_slots=max_slots, prefill_chunk=prefill_chunk)
-    return FakeCore(catalog, dims, limits, FakeRunner(dims, **runner_options), FakeSourceInfo(name=name))
+    limits = Limits(
+        slots=max_slots, pages=usable, page_size=page_size, max_context=max_context, draft_extent=extent, frames=frames
+    )
+    shapes = list(serving_catalog(max_slots=max_slots, prefill_chunk=prefill_chunk))
+    rows = speculative_token_capacity or default_rows(max_slots, depth)
+    shapes += round_shapes(method=spec_method, max_slots=max_slots, draft_tokens=depth, token_capacity=rows)
+    if mixed_prefill:
+        source = ProposalSource.COPY if spec_method == "copy" else ProposalSource.LEARNED
+        shapes += mixed_shapes(
+            max_slots=max_slots,
+            buckets=prompt_buckets(prefill_chunk),
+            draft_tokens=depth,
+            token_capacity=rows,
+            source=source,
+        )
+    info = FakeSourceInfo(name=name)
+    return FakeCore(Catalog(tuple(shapes)), dims, limits, FakeRunner(dims, **runner_options), info)
 
 
 ENGINE_OPTIONS = tuple(field.name for field in dataclasses.fields(EngineConfig))

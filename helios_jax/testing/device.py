@@ -1,119 +1,91 @@
 """A device that is a few numpy arrays: same control and completion vectors, no compilation.
 
-The fake keeps what a real device keeps, in its plainest form: pages of token ids (where a
-model keeps keys and values) and the slot table. The next token is a pure function of the
-tokens *read back through the page table*, so a wrong page, slot, length or order changes
-the output, and a test that knows the function knows the right answer.
+It runs what it is given in order of submission, as a real device does, whoever waits for what.
+With a `FakeClock` it has a virtual time of its own: a frame begins when it is submitted or when
+the one before it is over, and its completion is there when its duration has passed.
 
-Life of a frame: 1. `submit` queues it; 2. `wait` runs it, in order of submission, after
-passing the gate; the virtual duration of its shape moves a `FakeClock`.
+Life of a frame: 1. `submit` queues it; 2. `wait`, on it or on a later one, passes the gate, moves
+the clock to its end and runs it (`device_programs`, `device_rounds`); 3. the completion is kept for
+its own waiter. A failure loses the state, and everything queued behind fails with it until `reset`.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import threading
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from helios_jax.aot.abi import TOP_LOGPROBS, Dims, completion_layout, control_layout
-from helios_jax.errors import DeviceError
-from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
+from helios_jax.aot.abi import Dims, completion_layout, control_layout
+from helios_jax.errors import DeviceError, InvariantError
+from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSource
 from helios_jax.scheduler.types import ExecutionTiming
+from helios_jax.testing import device_programs, device_rounds
 from helios_jax.testing.clock import FakeClock
+from helios_jax.testing.device_state import FakeState, Mask, unmasked
+from helios_jax.testing.gate import Gate
+from helios_jax.testing.model import FakeDraft, NextToken, hashed_text
 
-# (all tokens [n], prompt length, seed or None when greedy) -> next token id
-NextToken = Callable[[np.ndarray, int, int | None], int]
-FORCING_BIAS = 50.0  # a logit bias from here up forces its token, as it would in a model
-PRINTABLE = b"abcdefghijklmnopqrstuvwxyz     "
-
-
-def hashed_text(tokens: np.ndarray, prompt_len: int, seed: int | None) -> int:
-    """The default model: a printable byte drawn by a hash of the whole history (and the seed)."""
-    key = np.asarray(tokens, np.int32).tobytes() + str(seed).encode()
-    return PRINTABLE[zlib.crc32(key) % len(PRINTABLE)]
-
-
-def scripted(text: str | bytes, then: int = 257) -> NextToken:
-    """A model that says `text` byte by byte, then token `then` (ByteTokenizer's EOS) for ever."""
-    script = text.encode() if isinstance(text, str) else text
-
-    def next_token(tokens: np.ndarray, prompt_len: int, seed: int | None) -> int:
-        index = len(tokens) - prompt_len
-        return script[index] if index < len(script) else then
-
-    return next_token
+MAX_IN_FLIGHT = 2  # as the real runner
+Completion = tuple[np.ndarray, np.ndarray, ExecutionTiming]
 
 
 def default_duration_ns(shape: ProgramShape) -> int:
-    """Virtual device time: 1 ms, 0.1 ms a row, 0.02 ms a token."""
-    return 1_000_000 + 100_000 * shape.batch_capacity + 20_000 * shape.token_capacity
-
-
-class Gate:
-    """Lets frames finish freely, not at all, or one at a time, under a test's control."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._permits: int | None = None  # None = open
-        self.waiting = 0
-
-    def close(self) -> None:
-        """Hold every frame that reaches the gate."""
-        with self._condition:
-            self._permits = 0
-
-    def open(self) -> None:
-        """Let everything through."""
-        with self._condition:
-            self._permits = None
-            self._condition.notify_all()
-
-    def step(self, frames: int = 1) -> None:
-        """Let `frames` more through a closed gate."""
-        with self._condition:
-            self._permits = (self._permits or 0) + frames
-            self._condition.notify_all()
-
-    def pass_through(self) -> None:
-        """Called by the device: return when one frame may finish."""
-        with self._condition:
-            self.waiting += 1
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: self._permits is None or self._permits > 0)
-            self.waiting -= 1
-            if self._permits is not None:
-                self._permits -= 1
-
-    def wait_for_frame(self, timeout_s: float = 10.0) -> bool:
-        """Return once a frame is held at the gate; False when none came in time."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self.waiting > 0 and self._permits == 0, timeout_s)
+    """Virtual device time: 1 ms, 0.1 ms a row, 0.02 ms a token, 0.15 ms a step of a draft model."""
+    tokens = max(shape.token_capacity, shape.packed_capacity)
+    drafts = shape.proposal_depth if shape.proposal_source is ProposalSource.LEARNED else 0
+    return 1_000_000 + 100_000 * shape.batch_capacity + 20_000 * tokens + 150_000 * drafts
 
 
 @dataclasses.dataclass
 class FakeFrame:
-    """One submitted frame; `parts` are the named control fields."""
+    """One submitted frame; `parts` are the named control fields, `bits` its mask if it came with one."""
 
     index: int
     shape: ProgramShape
     parts: dict[str, np.ndarray]
+    bits: np.ndarray | None = None
 
 
 class FakeInFlight:
-    """A frame on its way; `wait` may be called once."""
+    """A frame on its way; `wait` gives its completion, or raises what went wrong, as often as it is asked."""
 
-    def __init__(self, runner: FakeRunner, frame: FakeFrame) -> None:
+    def __init__(self, runner: FakeRunner, frame: FakeFrame, dispatch_ns: int, end_ns: int, queued: bool) -> None:
+        self.frame, self.dispatch_ns, self.end_ns, self.queued = frame, dispatch_ns, end_ns, queued
+        self.completion: Completion | None = None
+        self.error: DeviceError | None = None
         self._runner = runner
-        self._frame = frame
 
-    def wait(self, timeout: float | None = None) -> tuple[np.ndarray, np.ndarray, ExecutionTiming]:
-        """Completion vectors and times of the frame; the gate knows no timeout."""
-        return self._runner.finish(self._frame)
+    @property
+    def shape(self) -> ProgramShape:
+        return self.frame.shape
+
+    @property
+    def is_over(self) -> bool:
+        return self.completion is not None or self.error is not None
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self.is_over or self._runner.may_finish(self)
+
+    def wait(self, timeout: float | None = None) -> Completion:
+        """Completion vectors (int32, float32) and times of the frame.
+
+        Args:
+            timeout: Seconds, of the clock's time if there is a clock; None waits for ever.
+
+        Raises:
+            DeviceError: The frame, or one before it, failed; the device state is lost until `reset`.
+            TimeoutError: Not done in time; the frame is still in flight.
+        """
+        self._runner.run_through(self, timeout)
+        if self.error is not None:
+            raise self.error
+        assert self.completion is not None
+        return self.completion
 
 
 class FakeRunner:
@@ -122,7 +94,8 @@ class FakeRunner:
     Args:
         dims: Extents of the core.
         next_token: The model.
-        clock: Moved by every frame's virtual duration when given.
+        draft: Makes the proposals of learned rounds.
+        clock: Moved to each frame's virtual end when given.
         duration_ns: Virtual duration of a shape.
         gate: Holds frames back.
         on_submit: Called with each frame when submitted; what it raises becomes a DeviceError.
@@ -134,6 +107,7 @@ class FakeRunner:
         dims: Dims,
         *,
         next_token: NextToken = hashed_text,
+        draft: FakeDraft | None = None,
         clock: FakeClock | None = None,
         duration_ns: Callable[[ProgramShape], int] = default_duration_ns,
         gate: Gate | None = None,
@@ -141,55 +115,106 @@ class FakeRunner:
         on_complete: Callable[[FakeFrame, dict[str, np.ndarray]], None] | None = None,
     ) -> None:
         self.dims, self.next_token, self.clock, self.duration_ns = dims, next_token, clock, duration_ns
-        self.gate = gate or Gate()
+        self.draft, self.gate = draft or FakeDraft(), gate or Gate()
         self.on_submit, self.on_complete = on_submit, on_complete
         self.frames: list[FakeFrame] = []
         self.resets = -1
+        self._queue: collections.deque[FakeInFlight] = collections.deque()
+        self._end_ns = 0  # when the device is through with all that was submitted
         self.reset()
 
     def reset(self) -> None:
-        """New device state: empty pages and slots."""
-        dims = self.dims
+        """New device state: empty pages and slots. What is in flight is waited for, whatever its outcome."""
+        while self._queue:
+            self.run_through(self._queue[-1], None)
         self.resets += 1
         self.broken = False
-        self.pages = np.full((dims.num_pages, dims.page_size), -1, np.int32)
-        self.committed = np.zeros(dims.slots + 1, np.int32)
-        self.pending = np.full(dims.slots + 1, -1, np.int32)
-        self.settings: list[dict[str, Any]] = [{} for _ in range(dims.slots + 1)]
+        self.state = FakeState(self.dims, self.next_token)
 
-    def submit(self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray) -> FakeInFlight:
-        """Queue a frame; vectors are copied, as a transfer to a device would."""
+    def submit(
+        self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray, bits: np.ndarray | None = None
+    ) -> FakeInFlight:
+        """Queue a frame; vectors are copied, as a transfer to a device would.
+
+        Args:
+            bits: uint32 [rows, ceil(V / 32)] allowed tokens of each row (`abi.mask_shape`); None allows all.
+
+        Raises:
+            DeviceError: An earlier frame failed and nobody called `reset`, or `on_submit` raised.
+            InvariantError: The window is full already.
+            ValueError: Vectors that are not those of the shape's layout.
+        """
         layout = control_layout(shape, self.dims)
         if ints.shape != (layout.int_size,) or floats.shape != (layout.float_size,):
             raise ValueError(f"{shape.name}: control vectors {ints.shape}, {floats.shape} do not match the layout")
-        frame = FakeFrame(len(self.frames), shape, layout.split(ints.copy(), floats.copy()))
+        parts = layout.split(ints.copy(), floats.copy())
+        frame = FakeFrame(len(self.frames), shape, parts, None if bits is None else bits.copy())
         if self.broken:
             raise DeviceError("the device state was lost; reset the runner")
+        if len(self._queue) >= MAX_IN_FLIGHT:
+            raise InvariantError(f"{MAX_IN_FLIGHT} frames are in flight already")
         if self.on_submit:
             self._guarded(functools.partial(self.on_submit, frame))
         self.frames.append(frame)
-        return FakeInFlight(self, frame)
+        now_ns = self.clock() if self.clock else self._end_ns
+        start_ns = max(now_ns, self._end_ns)
+        self._end_ns = start_ns + self.duration_ns(shape)
+        in_flight = FakeInFlight(self, frame, now_ns, self._end_ns, queued=bool(self._queue))
+        self._queue.append(in_flight)
+        return in_flight
 
-    def finish(self, frame: FakeFrame) -> tuple[np.ndarray, np.ndarray, ExecutionTiming]:
-        """Run the frame once the gate lets it through."""
-        self.gate.pass_through()
+    def may_finish(self, in_flight: FakeInFlight) -> bool:
+        """Whether a frame of the queue could be over now."""
+        return self.gate.is_free and (self.clock is None or self.clock() >= in_flight.end_ns)
+
+    def run_through(self, in_flight: FakeInFlight, timeout_s: float | None) -> None:
+        """Run the queue, in order, up to and including one frame.
+
+        Raises:
+            TimeoutError: The gate, or the virtual time, did not let it through in time.
+        """
+        while not in_flight.is_over:
+            head = self._queue[0]
+            if self.clock and timeout_s is not None and head.end_ns > self.clock() + timeout_s * 1e9:
+                self.clock.advance(int(timeout_s * 1e9))
+                raise TimeoutError(f"program {head.shape.name} is not done after {timeout_s} s")
+            if not self.gate.pass_through(timeout_s):
+                raise TimeoutError(f"program {head.shape.name} is not done after {timeout_s} s")
+            if self.clock:
+                self.clock.advance(max(0, head.end_ns - self.clock()))
+            self._queue.popleft()
+            try:
+                head.completion = self._execute(head)
+            except DeviceError as error:
+                head.error = error
+
+    def _execute(self, in_flight: FakeInFlight) -> Completion:
+        frame, duration = in_flight.frame, self.duration_ns(in_flight.shape)
+        if self.broken:
+            raise DeviceError("the device state was lost in a frame before")
         ints, floats, out = completion_layout(frame.shape, self.dims).new()
         out["slot"][:] = frame.parts["slot"]
-        match frame.shape.kind:
-            case ProgramKind.INITIALIZE:
-                self._initialize(frame.parts)
-            case ProgramKind.DECODE:
-                self._decode(frame.parts, out)
-            case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
-                self._prefill(frame.parts, out)
-            case kind:
-                raise ValueError(f"the fake device has no {kind} program")
+        self._run(frame, out)
         if self.on_complete:
             self._guarded(functools.partial(self.on_complete, frame, out))
-        duration = self.duration_ns(frame.shape)
-        if self.clock:
-            self.clock.advance(duration)
-        return ints, floats, ExecutionTiming(device_ns=(duration,), wall_ns=duration)
+        wall = in_flight.end_ns - in_flight.dispatch_ns
+        return ints, floats, ExecutionTiming(device_ns=(duration,), wall_ns=wall, queued=in_flight.queued)
+
+    def _run(self, frame: FakeFrame, out: dict[str, np.ndarray]) -> None:
+        shape, parts, mask = frame.shape, frame.parts, _mask(frame)
+        match shape.kind:
+            case ProgramKind.INITIALIZE:
+                self.state.initialize(parts)
+            case ProgramKind.DECODE:
+                device_programs.decode(self.state, parts, out, mask)
+            case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
+                device_programs.prefill(self.state, parts, out, mask)
+            case ProgramKind.SPECULATIVE:
+                device_rounds.speculative(self.state, shape, parts, out, self.draft, mask)
+            case ProgramKind.MIXED:
+                device_rounds.mixed(self.state, shape, parts, out, self.draft, mask)
+            case kind:
+                raise ValueError(f"the fake device has no {kind} program")
 
     def _guarded(self, hook: Callable[[], object]) -> None:
         """A failed execution loses the donated state, as on a real device."""
@@ -203,67 +228,12 @@ class FakeRunner:
         """Nothing to free; later frames are refused."""
         self.broken = True
 
-    def _initialize(self, parts: dict[str, np.ndarray]) -> None:
-        for row, slot in enumerate(parts["slot"]):
-            self.settings[slot] = {name: parts[name][row].copy() for name in parts if name != "slot"}
-            self.committed[slot], self.pending[slot] = 0, -1
 
-    def _decode(self, parts: dict[str, np.ndarray], out: dict[str, np.ndarray]) -> None:
-        for row, slot in enumerate(parts["slot"]):
-            out["token"][row] = -1
-            if slot == self.dims.slots:
-                continue
-            table, position = parts["page_table"][row], self.committed[slot]
-            self._write(table, position, self.pending[slot : slot + 1])
-            self.committed[slot] = position + 1
-            self._sample(row, slot, table, bool(parts["want_logprobs"][0]), out)
-
-    def _prefill(self, parts: dict[str, np.ndarray], out: dict[str, np.ndarray]) -> None:
-        offset = 0
-        for row, slot in enumerate(parts["slot"]):
-            out["token"][row] = -1
-            length, start, table = parts["query_len"][row], parts["start"][row], parts["page_table"][row]
-            if length == 0:
-                continue
-            self._write(table, start, parts["tokens"][offset : offset + length])
-            if "target" in parts:
-                self._score(parts["target"], offset, length, out)
-            offset += length
-            self.committed[slot] = start + length
-            out["committed_len"][row] = start + length
-            if parts["sample"][row]:
-                self._sample(row, slot, table, bool(parts["want_logprobs"][0]), out)
-
-    def _write(self, table: np.ndarray, start: int, tokens: np.ndarray) -> None:
-        positions = np.arange(start, start + len(tokens))
-        self.pages[table[positions // self.dims.page_size], positions % self.dims.page_size] = tokens
-
-    def _sample(self, row: int, slot: int, table: np.ndarray, scored: bool, out: dict[str, np.ndarray]) -> None:
-        length = self.committed[slot]
-        positions = np.arange(length)
-        history = self.pages[table[positions // self.dims.page_size], positions % self.dims.page_size]
-        settings = self.settings[slot]
-        words = settings["seed"].view(np.uint32)
-        seed = int(words[0]) << 32 | int(words[1]) if settings["temperature"] > 0 else None
-        token = self.next_token(history, int(settings["prompt_len"]), seed)
-        best = int(np.argmax(settings["bias_values"]))
-        if settings["bias_ids"][best] >= 0 and settings["bias_values"][best] >= FORCING_BIAS:
-            token = int(settings["bias_ids"][best])
-        self.pending[slot] = token
-        out["token"][row], out["committed_len"][row] = token, length
-        if scored:
-            fake_logprobs(token, out["top_ids"][row], out["top_logprobs"][row], self.dims.vocab_size)
-            out["logprob"][row], out["rank"][row] = out["top_logprobs"][row][0], 1
-
-    def _score(self, targets: np.ndarray, offset: int, length: int, out: dict[str, np.ndarray]) -> None:
-        for i in range(offset, offset + length):
-            if targets[i] >= 0:
-                ids, values = out["target_top_ids"][i], out["target_top_logprobs"][i]
-                fake_logprobs(int(targets[i]), ids, values, self.dims.vocab_size)
-                out["target_logprob"][i], out["target_rank"][i] = values[0], 1
-
-
-def fake_logprobs(token: int, ids: np.ndarray, values: np.ndarray, vocab_size: int) -> None:
-    """Fill one row: the token has half the mass, its successors by id a half of what is left, each."""
-    ids[:] = (token + np.arange(TOP_LOGPROBS)) % vocab_size
-    values[:] = -np.log(2.0) * np.arange(1, TOP_LOGPROBS + 1)
+def _mask(frame: FakeFrame) -> Mask:
+    masked: Any = frame.parts.get("masked")
+    if masked is None or not masked[0]:
+        return unmasked
+    if frame.bits is None:
+        return unmasked  # the runner's cached array of ones
+    bits = frame.bits
+    return lambda row: bits[row]

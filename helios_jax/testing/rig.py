@@ -20,7 +20,6 @@ from helios_jax.engine.params import OutputKind, SamplingParams
 from helios_jax.engine.request import Request
 from helios_jax.engine.setup import assemble
 from helios_jax.testing.core import ENGINE_OPTIONS, fake_core
-from helios_jax.testing.device import NextToken
 from helios_jax.testing.tokenizer import ByteTokenizer
 
 PATIENCE_S = 30.0  # a test that waits longer has failed
@@ -128,11 +127,3 @@ class EngineRig:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def expected_tokens(next_token: NextToken, prompt: list[int], count: int, seed: int | None = None) -> list[int]:
-    """What a model says after a prompt, one token at a time and without pages: the slow reference."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(np.asarray(tokens, np.int32), len(prompt), seed))
-    return tokens[len(prompt) :]
