@@ -16,6 +16,7 @@ or an earlier occupant, would be NaN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -38,6 +39,10 @@ class Softmax(NamedTuple):
     maximum: jax.Array
     weight: jax.Array
     total: jax.Array
+
+
+# (spec, q [T, N, H], cache, dtype of keys and values) -> out [T, N, H]; the queries' own keys are in the cache.
+Queries = Callable[[AttentionSpec, jax.Array, LayerPages, jnp.dtype], jax.Array]
 
 
 def _empty(shape: tuple[int, ...], head_dim: int) -> Softmax:
@@ -137,6 +142,18 @@ def _pad_tables(tables: jax.Array, num_pages: int, pages_per_block: int) -> jax.
     return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_block)))
 
 
+def _writing(address: Address, queries: Queries) -> Attend:
+    """Writes keys and values to `address`, then attends."""
+
+    def attend(
+        spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPages
+    ) -> tuple[jax.Array, LayerPages]:
+        cache = write_cache(cache, address, k, v)
+        return queries(spec, q, cache, k.dtype), cache
+
+    return attend
+
+
 def prefill_attend(
     tables: jax.Array, packed: Packed, query_len: jax.Array, start: jax.Array, address: Address, tiling: Tiling
 ) -> Attend:
@@ -149,14 +166,18 @@ def prefill_attend(
         query_len, start: [B] as in the control vector.
         address: Where the packed tokens' keys and values go.
     """
+    return _writing(address, _prompt_queries(tables, packed, query_len, start, tiling))
+
+
+def _prompt_queries(
+    tables: jax.Array, packed: Packed, query_len: jax.Array, start: jax.Array, tiling: Tiling
+) -> Queries:  # fmt: skip
+    """`prefill_attend` once the keys are written; rows that are not of these lanes mean nothing."""
     tile, (num_rows, _) = tiling.query_tile, tables.shape
     ends = jnp.cumsum(-(-query_len // tile))
 
-    def attend(
-        spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPages
-    ) -> tuple[jax.Array, LayerPages]:
-        dtype, num_tokens = k.dtype, q.shape[0]
-        cache = write_cache(cache, address, k, v)
+    def attend(spec: AttentionSpec, q: jax.Array, cache: LayerPages, dtype: jnp.dtype) -> jax.Array:
+        num_tokens = q.shape[0]
         (num_pages, page_size), block = cache[0].shape[:2], tiling.key_block
         pages = _pad_tables(tables, num_pages, block // page_size)
         groups = spec.num_heads // spec.num_kv_heads
@@ -185,7 +206,7 @@ def prefill_attend(
             return lax.dynamic_update_slice_in_dim(out, value.astype(out.dtype), packed.offset[row] + done, 0)
 
         out = jnp.zeros((num_tokens + tile, spec.num_heads, spec.head_dim), q.dtype)
-        return lax.fori_loop(0, ends[-1], tile_step, out)[:num_tokens], cache
+        return lax.fori_loop(0, ends[-1], tile_step, out)[:num_tokens]
 
     return attend
 
@@ -228,19 +249,46 @@ def verify_attend(
         query_len, start: [B] tokens of each lane, at most `tiling.query_tile`, and the first one's position.
         address: Where the rows' keys and values go.
     """
+    return _writing(address, _round_queries(tables, packed, query_len, start, tiling))
+
+
+def _round_queries(
+    tables: jax.Array, packed: Packed, query_len: jax.Array, start: jax.Array, tiling: Tiling
+) -> Queries:  # fmt: skip
+    """`verify_attend` once the keys are written; rows that are not of these lanes mean nothing."""
     width = tiling.query_tile
 
-    def attend(
-        spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPages
-    ) -> tuple[jax.Array, LayerPages]:
-        cache = write_cache(cache, address, k, v)
+    def attend(spec: AttentionSpec, q: jax.Array, cache: LayerPages, dtype: jnp.dtype) -> jax.Array:
         index = packed.offset[:, None] + jnp.arange(width, dtype=jnp.int32)
         rows = q.reshape(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        out = _over_pairs(spec, rows.at[index].get(mode="clip"), start, query_len, tables, cache, k.dtype, tiling)
+        out = _over_pairs(spec, rows.at[index].get(mode="clip"), start, query_len, tables, cache, dtype, tiling)
         depth = jnp.clip(packed.position - start[packed.row], 0, width - 1)
-        return out[packed.row, depth].reshape(q.shape).astype(q.dtype), cache
+        return out[packed.row, depth].reshape(q.shape).astype(q.dtype)
 
     return attend
+
+
+def mixed_attend(
+    tables: jax.Array, packed: Packed, is_prompt: jax.Array, query_len: jax.Array, start: jax.Array, address: Address,
+    prompt_tiling: Tiling, round_tiling: Tiling,
+) -> Attend:  # fmt: skip
+    """Attention of packed rows of both phases: a prompt's by query tiles as in prefill, the others' as in a round.
+
+    Args:
+        tables: [B, P] page ids.
+        packed: Where the packed rows [T] of all lanes belong.
+        is_prompt: [B] which lanes are prompts.
+        query_len, start: [B] rows of each lane, and the position of the first.
+        address: Where the rows' keys and values go.
+    """
+    prompt = _prompt_queries(tables, packed, jnp.where(is_prompt, query_len, 0), start, prompt_tiling)
+    rounds = _round_queries(tables, packed, jnp.where(is_prompt, 0, query_len), start, round_tiling)
+    of_prompt = is_prompt[packed.row][:, None, None]
+
+    def attend(spec: AttentionSpec, q: jax.Array, cache: LayerPages, dtype: jnp.dtype) -> jax.Array:
+        return jnp.where(of_prompt, prompt(spec, q, cache, dtype), rounds(spec, q, cache, dtype))
+
+    return _writing(address, attend)
 
 
 def _over_pairs(
