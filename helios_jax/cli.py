@@ -180,6 +180,12 @@ def _add_engine_options(sub: argparse.ArgumentParser) -> None:
         help="seconds without progress after which /ready says 503 (%(default)s)",
     )
     group.add_argument("--trace", type=Path, metavar="FILE", help="append one JSON line a frame")
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="submit the next decode step before the last one is over (on)",
+    )
     group.add_argument("--scheduler-policy", choices=POLICIES, default="balanced", help="(%(default)s)")
     group.add_argument("--scheduler-terminal-value", type=float, metavar="V", help="value of retiring a request")
     group.add_argument("--scheduler-terminal-age-price", type=float, metavar="P", help="price of a waiting retirement")
@@ -268,6 +274,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_queue=options.max_queue,
         ready_timeout_s=options.ready_timeout,
         trace=options.trace,
+        async_scheduling=options.async_scheduling,
         policy=options.scheduler_policy,
         terminal_value=options.scheduler_terminal_value,
         terminal_age_price=options.scheduler_terminal_age_price,

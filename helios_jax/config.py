@@ -44,6 +44,8 @@ class EngineConfig:
             device may share target rows between requests; "fixed": the widest only; "off": none is used.
         mtp_adaptive_verification_alpha: Exponent on the acceptance estimates that widths are chosen by, finite
             and positive; above 1 is more careful than what was observed, None is 1.
+        async_scheduling: Submit the next decode step before the last one is over, so that the device does not
+            wait for the host; False has one frame in flight at a time.
 
     Raises:
         ConfigError: Naming the option, what was given and what is allowed.
@@ -59,6 +61,7 @@ class EngineConfig:
     checkpoint_extra_work_fraction: float | None = None
     spec_width: str = "adaptive"
     mtp_adaptive_verification_alpha: float | None = None
+    async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         queue = self.max_queue

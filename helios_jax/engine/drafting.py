@@ -12,13 +12,14 @@ One `CopyIndex` a running sequence, dropped with it. Learned sources need nothin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import numpy as np
 
 from helios_jax.engine.calibration import Calibration
 from helios_jax.engine.copy_index import Copy, CopyHistory, CopyIndex
 from helios_jax.engine.request import Sequence
+from helios_jax.engine.window import Outstanding
 from helios_jax.scheduler.catalog import Catalog, ProgramKind, ProposalSource
 from helios_jax.scheduler.types import CompletionRecord, LaneRole, RequestHandle, ScheduledPlan
 
@@ -82,6 +83,19 @@ class Drafting:
         self._indexes.pop(handle, None)
         self._offers.pop(handle, None)
 
+    def rebind(self, handle: RequestHandle, fresh: RequestHandle) -> None:
+        """The sequence's slot was bound to a fresh generation."""
+        if handle in self._indexes:
+            self._indexes[fresh] = self._indexes.pop(handle)
+        if handle in self._offers:
+            self._offers[fresh] = self._offers.pop(handle)
+
+    def supplied(self, plan: ScheduledPlan) -> dict[RequestHandle, Copy]:
+        """The copies that a plan is submitted with now; later offers are of later contexts."""
+        if plan.shape.proposal_source is not ProposalSource.COPY or not plan.shape.proposal_depth:
+            return {}
+        return {lane.handle: self._offers[lane.handle] for lane in plan.lanes if lane.handle in self._offers}
+
     def copies(self, handle: RequestHandle) -> tuple[tuple[int, ...], np.ndarray]:
         """The tokens offered for a lane, and float64 [copy_depth] how likely each is right if those before it are."""
         copy = self._offers.get(handle, NO_COPY)
@@ -94,24 +108,27 @@ class Drafting:
 
     def observe(
         self,
-        plan: ScheduledPlan,
+        frame: Outstanding,
         records: Iterable[CompletionRecord],
         confidence: np.ndarray,
-        mapped: tuple[float, float],
+        running: Container[RequestHandle],
     ) -> None:
         """Learn from a completed round.
 
+        A lane whose request ended or was cancelled while the frame was outstanding teaches nothing.
+
         Args:
+            frame: With the calibration and the copies that it was submitted with.
             records: In lane order.
             confidence: float32 [slots, D] calibrated confidence of each proposal.
-            mapped: The scale and shift that the round was submitted with.
+            running: Handles of the sequences that had not ended before this frame.
         """
-        shape = plan.shape
+        plan, source = frame.plan, frame.plan.shape.proposal_source
         width = max(lane.length for lane in plan.lanes if lane.role is LaneRole.DECODE)
-        counts = self.counts.setdefault((str(shape.proposal_source), width), RoundCounts())
+        counts = self.counts.setdefault((str(source), width), RoundCounts())
         counts.rounds += 1
         for lane, record in zip(plan.lanes, records, strict=True):
-            if lane.role is not LaneRole.DECODE or not record.valid:
+            if lane.role is not LaneRole.DECODE or not record.valid or lane.handle not in running:
                 continue
             row = confidence[lane.handle.slot]
             counts.lanes += 1
@@ -120,16 +137,16 @@ class Drafting:
             counts.accepted += record.accepted
             counts.emitted += len(record.tokens)
             if record.offered:
-                self._learn(shape.proposal_source, lane.handle, record, row, mapped)
+                match_len = frame.copies.get(lane.handle, NO_COPY).match_len
+                self._learn(source, match_len, record, row, frame.mapped)
 
     def _learn(
-        self, source: ProposalSource, handle: RequestHandle, record: CompletionRecord, row: np.ndarray,
+        self, source: ProposalSource, match_len: int, record: CompletionRecord, row: np.ndarray,
         mapped: tuple[float, float],
     ) -> None:  # fmt: skip
         judged = min(record.offered, record.accepted + 1)
         if source is ProposalSource.COPY:
-            match = self._offers.get(handle, NO_COPY).match_len
-            self._history.observe(match, record.offered, record.accepted)
+            self._history.observe(match_len, record.offered, record.accepted)
         calibration = self._calibrations[source]
         calibration.observe(calibration.raw_logit(row[:judged], mapped), record.accepted)
 

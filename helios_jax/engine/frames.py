@@ -144,10 +144,12 @@ class FrameBuilder:
             token = tokens[row]
             if valid and lane.emits and not 0 <= token < self.dims.vocab_size:
                 raise InvariantError(f"{shape.name} row {row} sampled {token}, vocabulary {self.dims.vocab_size}")
+            # A decode lane may start before `lane.start`, which counts with the most that the frame ahead could emit.
+            consumed = lane.length if lane.role is LaneRole.DECODE else lengths[row] - lane.start
             records.append(
                 CompletionRecord(
                     handle=lane.handle,
-                    consumed=0 if lane.role is LaneRole.INITIALIZE else lengths[row] - lane.start,
+                    consumed=0 if lane.role is LaneRole.INITIALIZE else consumed,
                     tokens=(token,) if valid and lane.emits else (),
                     committed_len=lengths[row],
                     valid=valid,

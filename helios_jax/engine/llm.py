@@ -51,7 +51,8 @@ class LLM:
         spec_method: Speculative decoding: "none", "copy", "draft" or "mtp"; with a core, "none" leaves its
             rounds out and everything else is the core's. Likewise
             `draft_model`, `num_draft_tokens` and `speculative_token_capacity`: see `aot.CoreOptions`.
-        spec_width, mtp_adaptive_verification_alpha: See `config.EngineConfig`; None is the config's.
+        spec_width, mtp_adaptive_verification_alpha, async_scheduling: See `config.EngineConfig`; None is the
+            config's.
         progress: Show progress while loading: True, False, or a function (see `aot.progress`).
         config: More of the engine (trace, timeouts); gives way to what is said here.
         core_options: More of `aot.CoreOptions`: page_size, num_pages, prefill_chunk, ...
@@ -73,13 +74,20 @@ class LLM:
         spec_method: str | None = None,
         spec_width: str | None = None,
         mtp_adaptive_verification_alpha: float | None = None,
+        async_scheduling: bool | None = None,
         progress: Any = True,
         config: EngineConfig | None = None,
         **core_options: Any,
     ) -> None:
         options = {"max_slots": max_slots, "max_context": max_context, "dtype": dtype, "spec_method": spec_method}
         alpha = mtp_adaptive_verification_alpha
-        config = configured(config, policy=policy, spec_width=spec_width, mtp_adaptive_verification_alpha=alpha)
+        config = configured(
+            config,
+            policy=policy,
+            spec_width=spec_width,
+            mtp_adaptive_verification_alpha=alpha,
+            async_scheduling=async_scheduling,
+        )
         if model is None and core is None:
             model = DEFAULT_MODEL
         target = Target(model=model, core=core, options=options | core_options)

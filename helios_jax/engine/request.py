@@ -43,6 +43,7 @@ class Sequence:
         spec: What the scheduler is told.
         text: Visible text. `held_text` is decoded but may still become a stop string.
         on_device: A frame of it was submitted, so the device holds state of it.
+        checkpoints: (id, endpoint) of the checkpoints that were published of it.
     """
 
     request: Request
@@ -53,6 +54,7 @@ class Sequence:
     stops: StopBuffer
     handle: RequestHandle | None = None
     on_device: bool = False
+    checkpoints: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     text: str = ""

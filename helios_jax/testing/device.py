@@ -128,7 +128,7 @@ class FakeRunner:
         while self._queue:
             self.run_through(self._queue[-1], None)
         self.resets += 1
-        self.broken = False
+        self.broken = self._lost = False
         self.state = FakeState(self.dims, self.next_token)
 
     def submit(
@@ -154,7 +154,7 @@ class FakeRunner:
         if len(self._queue) >= MAX_IN_FLIGHT:
             raise InvariantError(f"{MAX_IN_FLIGHT} frames are in flight already")
         if self.on_submit:
-            self._guarded(functools.partial(self.on_submit, frame))
+            self._guarded(functools.partial(self.on_submit, frame))  # what is in flight is sound
         self.frames.append(frame)
         now_ns = self.clock() if self.clock else self._end_ns
         start_ns = max(now_ns, self._end_ns)
@@ -190,13 +190,17 @@ class FakeRunner:
 
     def _execute(self, in_flight: FakeInFlight) -> Completion:
         frame, duration = in_flight.frame, self.duration_ns(in_flight.shape)
-        if self.broken:
+        if self._lost:
             raise DeviceError("the device state was lost in a frame before")
         ints, floats, out = completion_layout(frame.shape, self.dims).new()
         out["slot"][:] = frame.parts["slot"]
         self._run(frame, out)
         if self.on_complete:
-            self._guarded(functools.partial(self.on_complete, frame, out))
+            try:
+                self._guarded(functools.partial(self.on_complete, frame, out))
+            except DeviceError:
+                self._lost = True  # frames behind it read what it should have written
+                raise
         wall = in_flight.end_ns - in_flight.dispatch_ns
         return ints, floats, ExecutionTiming(device_ns=(duration,), wall_ns=wall, queued=in_flight.queued)
 

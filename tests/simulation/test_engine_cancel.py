@@ -36,9 +36,10 @@ def test_cancel_between_dispatch_and_completion_of_each_phase(streamed_frames: i
         rig.finish(name)
         assert rig.reason(name) == "abort"
         assert rig.text(name) == before  # tokens of the frame that was in flight are suppressed
+        gate.open()
+        rig.settle()
         assert len(rig.core.runner.frames) == submitted  # and no further frame runs for it
         assert rig.ledger_problems() == []
-        gate.open()
         other = rig.submit([98] * 20, max_tokens=3)
         rig.finish(other)
         assert rig.reason(other) == "length"

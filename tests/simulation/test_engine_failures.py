@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helios_jax.engine import loop
+from helios_jax.engine import recovery
 from helios_jax.engine.heartbeat import IDLE, EngineHealth
-from helios_jax.engine.loop import MAX_DEVICE_ERRORS
 from helios_jax.engine.params import SamplingParams
+from helios_jax.engine.recovery import MAX_DEVICE_ERRORS
 from helios_jax.engine.request import Request
 from helios_jax.engine.trace import TraceWriter
 from helios_jax.errors import DeviceError, UnavailableError
@@ -257,10 +257,10 @@ def test_everybody_is_answered_though_dying_goes_wrong(broken: str, monkeypatch:
         if frame.shape.kind is ProgramKind.DECODE:
             out["slot"][0] = 3
 
-    monkeypatch.setattr(loop, "cache_dir", explode)
+    monkeypatch.setattr(recovery, "cache_dir", explode)
     if broken == "dump":
-        monkeypatch.setattr(loop, "cache_dir", lambda: Path("/nonexistent"))
-        monkeypatch.setattr(loop, "dump", explode)
+        monkeypatch.setattr(recovery, "cache_dir", lambda: Path("/nonexistent"))
+        monkeypatch.setattr(recovery, "dump", explode)
     if broken == "take_output":  # the flush that failed must not fail the answer
         monkeypatch.setattr(Request, "take_output", explode)
     with EngineRig(start=False, max_slots=2, on_complete=lie) as rig:

@@ -1,0 +1,152 @@
+"""Who waits, who runs, who has ended: the engine thread's book of requests and their sequences.
+
+Life of a sequence in it:
+
+1. `take_commands` brings in its request; it waits, in order of arrival.
+2. `admit` gives it a slot while slots and pages last; nobody overtakes.
+3. It runs under its handle (`running`). It may leave at any moment, also while frames that name
+   it are outstanding: those who look up a lane must be ready not to find it.
+4. `retire` at its end, `abort` when the caller gave up, `fail` after an error: out of the slot
+   at once for everybody here; the scheduler keeps slot and pages until its last fence.
+
+It knows the scheduler, the board and the publisher; it does not know frames or the device.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+
+from helios_jax.engine.board import ABORT, Board
+from helios_jax.engine.drafting import Drafting
+from helios_jax.engine.failure import EventLog
+from helios_jax.engine.publication import Publisher
+from helios_jax.engine.request import Request, Sequence
+from helios_jax.errors import CapacityError, RequestError
+from helios_jax.scheduler.scheduler import Scheduler
+from helios_jax.scheduler.types import CheckpointPublished, Event, FinishReason, RequestHandle, RequestRebound
+
+
+class Roster:
+    """Requests of one engine; used by the engine thread only.
+
+    Attributes:
+        waiting: Sequences without a slot, in order.
+        running: Sequences in slots by handle.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, board: Board, publisher: Publisher, drafting: Drafting, events: EventLog
+    ) -> None:
+        self._scheduler, self._board, self._publisher = scheduler, board, publisher
+        self._drafting, self._events = drafting, events
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: dict[RequestHandle, Sequence] = {}
+        self._requests: dict[str, Request] = {}
+
+    # ---- in
+
+    def take_commands(self) -> None:
+        """Everything that callers left since the last call."""
+        for what, item in self._board.take():
+            if what == ABORT:
+                request = self._requests.get(str(item))
+                if request is not None:
+                    self.abort(request)
+                continue
+            assert isinstance(item, Request)
+            self._accept(item)
+
+    def _accept(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        for sequence in request.sequences:
+            if sequence.spec.max_tokens == 0 and not sequence.spec.scored:
+                sequence.close("length")  # nothing to generate: no slot, no frame
+            else:
+                self.waiting.append(sequence)
+        if request.is_finished:
+            self._end(request, "length")
+
+    def admit(self, clock: Callable[[], int]) -> None:
+        """Give slots to those that wait, in order."""
+        while self.waiting:
+            sequence = self.waiting[0]
+            try:
+                sequence.handle = self._scheduler.admit(sequence.spec, clock())
+            except CapacityError:
+                return  # in order: nobody overtakes the one that waits for pages
+            except RequestError as error:  # intake refuses first; what it missed costs one request only
+                self.fail(sequence.request, error)
+                continue
+            self.waiting.popleft()
+            self.running[sequence.handle] = sequence
+
+    # ---- out
+
+    def retire(self, sequence: Sequence) -> None:
+        """The sequence has a finish reason; its request ends with its last sequence."""
+        assert sequence.handle is not None
+        del self.running[sequence.handle]
+        self._drafting.forget(sequence.handle)
+        request = sequence.request
+        if request.is_finished:
+            reason = request.sequences[0].finish_reason or ""
+            failed = any(s.finish_reason == FinishReason.ERROR for s in request.sequences)
+            self._end(request, "failed" if failed else reason)
+
+    def abort(self, request: Request) -> None:
+        """The caller gave up, whatever the request was doing."""
+        self._events.note(self._scheduler.state.now_ns, "abort", request.request_id)
+        self._release(request)
+        for sequence in request.sequences:
+            sequence.close(FinishReason.ABORT)
+        self._end(request, "cancelled")
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """The request ends with an error instead of an output."""
+        self._release(request)
+        self._publisher.fail(request, error)
+        self._requests.pop(request.request_id, None)
+        self._board.closed(request, "failed")
+
+    def answer_all(self, error: Exception) -> None:
+        """The end of the engine: everybody who is open gets `error`. Does not raise."""
+        requests = self._board.open_requests()
+        self._publisher.answer_all(requests, error)
+        for request in requests:
+            self._board.closed(request, "failed")
+
+    def _end(self, request: Request, outcome: str) -> None:
+        self._publisher.touch(request)
+        self._requests.pop(request.request_id, None)
+        self._board.closed(request, outcome)
+
+    def _release(self, request: Request) -> None:
+        """Take all sequences of a request out of queue and slots."""
+        for sequence in request.sequences:
+            if sequence.handle in self.running:
+                self._scheduler.cancel(sequence.handle)
+                del self.running[sequence.handle]
+                self._drafting.forget(sequence.handle)
+        if any(sequence.request is request for sequence in self.waiting):
+            self.waiting = collections.deque(s for s in self.waiting if s.request is not request)
+
+    # ---- while it runs
+
+    def follow(self, events: Iterable[Event]) -> None:
+        """Keep up with what a frame did to slots beside output: fresh generations, checkpoints."""
+        for event in events:
+            if isinstance(event, RequestRebound) and event.handle in self.running:
+                sequence = self.running.pop(event.handle)
+                sequence.handle = event.fresh
+                self.running[event.fresh] = sequence
+                self._drafting.rebind(event.handle, event.fresh)
+            elif isinstance(event, CheckpointPublished) and event.handle in self.running:
+                self.running[event.handle].checkpoints.append((event.checkpoint, event.endpoint))
+
+    def summary(self) -> dict[str, object]:
+        """Who runs and who waits, for a dump."""
+        return {
+            "running": [(str(handle), s.request.request_id) for handle, s in self.running.items()],
+            "waiting": [s.request.request_id for s in self.waiting],
+        }
