@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from helios_jax.scheduler.catalog import ProposalSource
 from helios_jax.scheduler.cost import is_fresh
 from helios_jax.scheduler.programs import index_of, packed_rows
 from helios_jax.scheduler.refresh import CAP_NS, NO_EPISODE, PROBES, Ledger
@@ -62,7 +63,8 @@ def queue(state: State) -> str | None:
 def _depends(state: State, frame: Frame) -> bool:
     index = index_of(state.catalog, frame.plan.shape)
     slots = [lane.handle.slot for lane in frame.plan.lanes if lane.role is LaneRole.DECODE]
-    if len(slots) != len(frame.plan.lanes):
+    copies = frame.plan.shape.proposal_source is ProposalSource.COPY and frame.plan.shape.proposal_depth > 0
+    if len(slots) != len(frame.plan.lanes) or copies:
         return True
     # The freshness that counts is that of the dispatch; an estimate observed since is fresher still.
     stale = not is_fresh(state.costs, index, frame.dispatched_ns, state.policy.estimate_ttl_ns)

@@ -24,7 +24,7 @@ import dataclasses
 
 import numpy as np
 
-from helios_jax.scheduler.catalog import ProgramKind
+from helios_jax.scheduler.catalog import ProgramKind, ProposalSource
 from helios_jax.scheduler.cost import NS_PER_MS, is_fresh
 from helios_jax.scheduler.programs import packed_rows
 from helios_jax.scheduler.service import charge, corrected_deliveries
@@ -39,12 +39,15 @@ def needs_feedback(state: State, index: int, slots: np.ndarray) -> bool:
 
     Only ordinary decode and complete speculative rounds can do without, with a measured and
     fresh duration, and for lanes whose next input does not depend on the host seeing this output.
+    Copied proposals do: the host finds them in the output so far, which is a history input.
 
     Args:
         index: Row of the program.
         slots: int [lanes] slots of its lanes.
     """
-    if state.catalog.shapes[index].kind not in _QUEUEABLE:
+    shape = state.catalog.shapes[index]
+    copies = shape.proposal_source is ProposalSource.COPY and shape.proposal_depth > 0
+    if shape.kind not in _QUEUEABLE or copies:
         return True
     if not is_fresh(state.costs, index, state.now_ns, state.policy.estimate_ttl_ns):
         return True
@@ -98,7 +101,8 @@ def project(state: State) -> State:
     3. Positions and output: the most that each queued lane can advance, min(ceiling, P). A
        request that is certainly over by then leaves. One that may be over or not stays, with
        its last row to go: what names it is visible, and needs feedback (`may_be_over`).
-    4. Copy proposals of queued requests are void: they continue a context that will have moved.
+    4. Offers of copies stand for those to come, so that copy rounds stay visible: one that wins
+       drains the window (`needs_feedback`), and the host offers anew before it is planned again.
 
     The window of the result is empty; without outstanding frames it is the state itself. A state
     is a value, so it is projected once: planning and committing share the result.
@@ -126,7 +130,7 @@ def _projected(state: State) -> State:
 
 def _selection_copy(requests: Requests) -> Requests:
     """The requests with writable copies of the columns that a projection moves."""
-    moved = ("phase", "committed_len", "output_len", "visible_ns", "proposals", "token_r", "delivery_r")
+    moved = ("phase", "committed_len", "output_len", "visible_ns", "token_r", "delivery_r")
     return dataclasses.replace(requests, **{name: getattr(requests, name).copy() for name in moved})
 
 
@@ -173,6 +177,5 @@ def _advance(state: State, requests: Requests) -> None:
     moved = np.where(over, left, np.minimum(at_most, left - 1))[queued]
     requests.committed_len[queued] += moved
     requests.output_len[queued] += moved
-    requests.proposals[queued] = 0
     over &= queued
     requests.phase[over] = RETIRING

@@ -132,7 +132,8 @@ def check_decode(model: Model, plan: ScheduledPlan, lane: Lane, job: Job, state:
     assert lane.start + lane.length <= model.limits.max_context
     assert books.serves(shape, job.spec.constraints)
     if shape.proposal_source is ProposalSource.COPY:
-        assert lane.length <= 1 + (0 if ahead else job.copies)
+        assert lane.length <= 1 + job.copies
+        assert not ahead or not shape.proposal_depth  # copies continue the output that the host has seen
     if model.policy.speculation == "off":
         assert shape.proposal_depth == 0
     if model.policy.speculation == "fixed":

@@ -190,6 +190,8 @@ class Model:
     def needs_feedback(self, plan: ScheduledPlan, at_ns: int) -> bool:
         if plan.shape.kind not in QUEUEABLE:
             return True
+        if plan.shape.proposal_source is ProposalSource.COPY and plan.shape.proposal_depth:
+            return True
         if not self.costs[plan.shape].is_fresh(at_ns, self.policy.estimate_ttl_ns):
             return True
         jobs = [self.job_of(lane.handle) for lane in plan.lanes]

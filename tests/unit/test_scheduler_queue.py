@@ -26,6 +26,7 @@ from helios_jax.scheduler import (
     complete,
     finish,
     new_state,
+    offer_copy,
     plan_next,
     preempt,
 )
@@ -413,17 +414,41 @@ def test_expected_service_moves_projected_prices_and_ages() -> None:
     assert np.array_equal(busy.requests.token_r, state.requests.token_r, equal_nan=True)  # projection is a copy
 
 
-def test_copy_offers_of_a_queued_request_are_void() -> None:
-    state = speculating()
-    requests = state.requests.draft()
-    requests.proposals[:2] = 3
-    state = dataclasses.replace(state, requests=requests.sealed())
-    plan = round_plan(state, (4, 2))
-    busy = commit(state, dataclasses.replace(plan, lanes=plan.lanes[:1], epochs=plan.epochs[:1]), state.last_fence + 1)
-    assert project(busy).requests.proposals[:2].tolist() == [0, 3]
-    records = round_records(busy, busy.frames[0].plan, (2,))
-    after, _ = complete(busy, busy.last_fence, records, timing(2))
-    assert after.requests.proposals[:2].tolist() == [0, 3]  # as projected
+def copying(offers: int) -> State:
+    """Two decoders that may copy, with measured acceptance: a round of copies is worth more than plain decode."""
+    catalog = Catalog((*small_catalog(), dataclasses.replace(ROUND, proposal_source=ProposalSource.COPY)))
+    state, _ = decoding_on(new_state(catalog, small_limits(max_context=128)), 2, 40)
+    state = measured(state, lambda _: 2 * MS)
+    for slot in range(2):
+        state = offer_copy(state, RequestHandle(slot, 1), offers)
+    return state
+
+
+def test_a_round_of_copies_runs_alone_and_plain_decode_does_not_displace_it() -> None:
+    """What the host supplies depends on the output so far: it must have seen all of it."""
+    state = copying(3)
+    copies = plan_next(state)
+    assert copies is not None
+    assert copies.shape.proposal_source is ProposalSource.COPY
+    assert copies.required_empty_queue
+    busy, _ = submit(state)
+    assert "needs completion feedback" in closed(busy)
+
+    plain = copying(0)
+    busy, first = submit(plain)
+    assert first.shape.kind is DECODE
+    assert plan_next(busy) is not None
+    for slot in range(2):  # a copy was found meanwhile: the window drains for it
+        busy = offer_copy(busy, RequestHandle(slot, 1), 3)
+    assert project(busy).requests.proposals[:2].tolist() == [3, 3]
+    assert plan_next(busy) is None
+    saved = dataclasses.replace(copies, lanes=tuple(lane._replace(start=lane.start + 1) for lane in copies.lanes),
+                                epochs=tuple(busy.requests.epoch[:2].tolist()))  # fmt: skip
+    with pytest.raises(StalePlanError, match="needs completion feedback"):
+        commit(busy, saved, busy.last_fence + 1)
+    after, _ = finished(busy)
+    assert after.requests.proposals[:2].tolist() == [0, 0]  # the host looks again, and offers again
+    assert plan_next(after) is not None
 
 
 def test_an_unmeasured_queued_timing_charges_no_service() -> None:
