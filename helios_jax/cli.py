@@ -117,6 +117,11 @@ def _add_core_options(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", type=int, choices=(16, 64), help="tokens of a cache page (16)")
     group.add_argument("--num-pages", type=int, metavar="N", help="cache pages (enough for every slot, or what fits)")
     group.add_argument("--prefill-chunk", type=int, metavar="N", help="most prompt tokens of one program (512)")
+    group.add_argument(
+        "--mixed-prefill",
+        action=argparse.BooleanOptionalAction,
+        help="also programs that run a prompt chunk beside decoding requests (no); --no-... leaves a core's out",
+    )
 
 
 def _add_speculation_options(sub: argparse.ArgumentParser, chooses_width: bool = False) -> None:
@@ -257,7 +262,7 @@ def _add_simulation_options(sub: argparse.ArgumentParser) -> None:
 
 def core_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `aot.CoreOptions`; None where nothing was said."""
-    names = ["max_slots", "max_context", "dtype", "page_size", "num_pages", "prefill_chunk"]
+    names = ["max_slots", "max_context", "dtype", "page_size", "num_pages", "prefill_chunk", "mixed_prefill"]
     names += ["spec_method", "draft_model", "num_draft_tokens", "speculative_token_capacity"]
     return {name: getattr(options, name) for name in names}
 

@@ -12,10 +12,10 @@ from helios_jax.aot.abi import Dims
 from helios_jax.aot.compile import ProgramFactory
 from helios_jax.aot.fingerprint import current_fingerprint, differences, helios_version
 from helios_jax.aot.manifest import MANIFEST_NAME, DraftInfo, Manifest, SourceInfo, read_manifest
-from helios_jax.aot.memory import MemoryPlan, device_budget, plan_memory
+from helios_jax.aot.memory import MemoryPlan, device_budget, headroom_bytes, plan_memory
 from helios_jax.aot.options import CoreOptions, conflicts, load_options
 from helios_jax.aot.source import Source
-from helios_jax.aot.speculation import reduced, round_shapes
+from helios_jax.aot.speculation import joint_shapes, reduced, round_shapes
 from helios_jax.errors import ConfigError, CoreError
 from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import Catalog, ProgramShape, serving_catalog
@@ -61,7 +61,7 @@ def reopened_manifest(
         ConfigError: Its pages do not fit what is free now.
     """
     pages = dataclasses.replace(stored.options, num_pages=stored.dims.num_pages - 1)
-    _, plan = plan_memory(model, pages, factory.abstract_state, memory_budget(pages), draft)
+    _, plan = plan_memory(model, pages, factory.abstract_state, memory_budget(pages, model, draft), draft)
     manifest = dataclasses.replace(
         stored, fingerprint=current_fingerprint(), helios_version=helios_version(), programs=(), failed=()
     )
@@ -104,7 +104,10 @@ def draft_info(draft: Source) -> DraftInfo:
 
 
 def core_catalog(options: CoreOptions) -> Catalog:
-    """Every program of a core with these resolved options: the plain ones, whatever the method, and its rounds."""
+    """Every program of a core with these resolved options: plain ones, whatever the method, rounds, and mixed ones.
+
+    The one list that memory is planned by, that is compiled, and that `inspect` shows.
+    """
     assert options.prefill_chunk is not None
     plain = serving_catalog(max_slots=options.max_slots, prefill_chunk=options.prefill_chunk)
     rounds = round_shapes(
@@ -113,7 +116,16 @@ def core_catalog(options: CoreOptions) -> Catalog:
         draft_tokens=options.num_draft_tokens or 0,
         token_capacity=options.speculative_token_capacity or 0,
     )
-    return Catalog((*plain, *rounds))
+    if not options.mixed_prefill:
+        return Catalog((*plain, *rounds))
+    joint = joint_shapes(
+        method=options.spec_method,
+        max_slots=options.max_slots,
+        prefill_chunk=options.prefill_chunk,
+        draft_tokens=options.num_draft_tokens or 0,
+        token_capacity=options.speculative_token_capacity or 0,
+    )
+    return Catalog((*plain, *rounds, *joint))
 
 
 def loaded_options(root: pathlib.Path, stored: Manifest, asked: CoreOptions | Mapping[str, Any] | None) -> CoreOptions:
@@ -145,11 +157,13 @@ def loaded_shapes(catalog: tuple[ProgramShape, ...], options: CoreOptions) -> tu
         method=options.spec_method,
         draft_tokens=options.num_draft_tokens,
         token_capacity=options.speculative_token_capacity,
+        mixed=options.mixed_prefill,
     )
 
 
-def memory_budget(options: CoreOptions) -> int | None:
-    return device_budget(options.memory_utilization)
+def memory_budget(options: CoreOptions, model: Model, draft: Draft | None) -> int | None:
+    """What weights and state may take beside the temporaries of the programs; None if nobody can say."""
+    return device_budget(options.memory_utilization, headroom_bytes(core_catalog(options), model, draft))
 
 
 def plan_pages(
@@ -160,7 +174,7 @@ def plan_pages(
     Free memory differs from start to start: without this, the number of pages, and with it
     every program, would too.
     """
-    budget = memory_budget(resolved)
+    budget = memory_budget(resolved, model, draft)
     if same is not None:
         pages = dataclasses.replace(resolved, num_pages=same.dims.num_pages - 1)
         with contextlib.suppress(ConfigError):

@@ -2,7 +2,8 @@
 
 1. `measure` sums the bytes of weights and of the device state at a given number of pages.
 2. `device_budget` asks the device (or the host, on CPU) what it has.
-3. `plan_memory` chooses the pages and refuses, with numbers, what cannot fit.
+3. `headroom_bytes` estimates what the largest program of the catalogue needs while it runs.
+4. `plan_memory` chooses the pages and refuses, with numbers, what cannot fit.
 """
 
 from __future__ import annotations
@@ -17,10 +18,22 @@ import jax
 
 from helios_jax.aot.abi import Dims
 from helios_jax.aot.options import CoreOptions
+from helios_jax.aot.programs.logprobs import SCORE_TILE
 from helios_jax.errors import ConfigError
 from helios_jax.models.interface import Draft, Model
+from helios_jax.scheduler.catalog import (
+    Catalog,
+    ProgramKind,
+    ProgramShape,
+    ProposalSource,
+    packed_rows,
+    physical_tokens,
+)
 
-TEMP_RESERVE_BYTES = 64 << 20  # for temporaries of the programs, before any has been compiled
+LEAST_HEADROOM_BYTES = 64 << 20
+# Temporaries of a program, in multiples of its rows; measured are 2.2 and 7.5 (docs/LOG.md, "Headroom").
+ACTIVATION_FACTOR = 3
+LOGITS_FACTOR = 8
 CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
 CGROUP_USAGE = pathlib.Path("/sys/fs/cgroup/memory.current")
 MEMINFO = pathlib.Path("/proc/meminfo")
@@ -83,20 +96,55 @@ def host_free_bytes() -> int | None:
     return min(free) if free else None
 
 
-def device_budget(utilization: float) -> int | None:
-    """Bytes that weights and state may take: a share of the device (free host memory on CPU).
+def headroom_bytes(catalog: Catalog, model: Model, draft: Draft | None = None) -> int:
+    """Estimated temporaries of the largest program, before any has been compiled.
+
+    A packed token costs a multiple of what a layer reads and writes for it, a row that meets the
+    vocabulary a multiple of its logits, both in float32: 16-bit products are computed so on CPU.
+    """
+    row = max(_layer_width(each) for each in (model, draft) if each is not None)
+    most = 0
+    for shape in catalog:
+        rows, drawn = _vocabulary_rows(shape), shape.proposal_depth * shape.batch_capacity
+        logits = LOGITS_FACTOR * rows + (2 * drawn if shape.proposal_source is ProposalSource.LEARNED else 0)
+        most = max(most, 4 * (ACTIVATION_FACTOR * row * physical_tokens(shape) + logits * model.vocab_size))
+    return max(LEAST_HEADROOM_BYTES, most)
+
+
+def _layer_width(model: Draft) -> int:
+    """Numbers that the products of one layer, the widest on average, read and write for a token."""
+    leaves = (leaf.shape[-2:] for leaf in jax.tree.leaves(model.abstract_params("float32")) if leaf.ndim >= 2)
+    inner = sum(sum(extents) for extents in leaves if model.vocab_size not in extents)
+    return -(-inner // max(1, len(model.attention_layers)))
+
+
+def _vocabulary_rows(shape: ProgramShape) -> int:
+    """Rows of logits that exist at a time."""
+    match shape.kind:
+        case ProgramKind.SPECULATIVE | ProgramKind.MIXED:
+            return packed_rows(shape)
+        case ProgramKind.SCORED_PREFILL:
+            return shape.batch_capacity + SCORE_TILE
+        case ProgramKind.INITIALIZE:
+            return 0
+        case _:
+            return shape.batch_capacity
+
+
+def device_budget(utilization: float, headroom: int) -> int | None:
+    """Bytes that weights and state may take: a share of the device (free host memory on CPU), less `headroom`.
 
     What the device already holds for others is subtracted; None where no source tells.
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         free = host_free_bytes()
-        return None if free is None else int(free * utilization) - TEMP_RESERVE_BYTES
+        return None if free is None else int(free * utilization) - headroom
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit is None:
         return None
-    return int(limit * utilization) - int(stats.get("bytes_in_use", 0)) - TEMP_RESERVE_BYTES
+    return int(limit * utilization) - int(stats.get("bytes_in_use", 0)) - headroom
 
 
 def make_dims(model: Model, options: CoreOptions, usable_pages: int) -> Dims:

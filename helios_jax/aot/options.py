@@ -66,6 +66,8 @@ class CoreOptions:
         speculative_token_capacity: R, most target rows of one round over all requests (each has one for
             its pending token and one a proposal); None means what every slot needs at full width, as a
             power of two up to 256. Wider rounds than R allows are not in the core.
+        mixed_prefill: Whether the core also holds mixed programs: a prompt chunk and decoding requests in
+            one execution. At least two slots.
 
     Raises:
         ConfigError: Naming the option, what was given and what is allowed.
@@ -82,6 +84,7 @@ class CoreOptions:
     draft_model: str | None = None
     num_draft_tokens: int | None = None
     speculative_token_capacity: int | None = None
+    mixed_prefill: bool = False
 
     def __post_init__(self) -> None:
         slots, context = self.max_slots, self.max_context
@@ -95,6 +98,8 @@ class CoreOptions:
         _require(chunk is None or (_is_int(chunk) and chunk >= 1), "prefill_chunk", chunk, "an integer >= 1")
         ok = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1
         _require(ok, "memory_utilization", share, "a number in (0, 1]")
+        mixed = self.mixed_prefill
+        _require(isinstance(mixed, bool), "mixed_prefill", mixed, "True or False")
         self._check_speculation_ranges()
 
     def _check_speculation_ranges(self) -> None:
@@ -143,6 +148,8 @@ class CoreOptions:
         _require(context <= limit, "max_context", context, f"at most {limit}, the model's max_position_embeddings")
         chunk = self.prefill_chunk if self.prefill_chunk is not None else min(context, DEFAULT_PREFILL_CHUNK)
         _require(chunk <= context, "prefill_chunk", chunk, f"at most max_context ({context})")
+        few = self.mixed_prefill and self.max_slots < 2
+        _require(not few, "max_slots", self.max_slots, "at least 2 with mixed_prefill")
         resolved = dataclasses.replace(self, max_context=int(context), prefill_chunk=int(chunk))
         return resolved._resolve_speculation(model, draft)
 
@@ -182,9 +189,12 @@ class CoreOptions:
     def to_json(self) -> dict[str, Any]:
         """A dictionary of plain JSON values; `CoreOptions(**it)` is equal to `self`.
 
-        Speculation is left out where there is none: the names of such cores do not depend on it.
+        Speculation and mixed programs are left out where there are none: the names of such cores do not
+        depend on them.
         """
         plain = dataclasses.asdict(self)
+        if not self.mixed_prefill:
+            del plain["mixed_prefill"]
         if self.spec_method == "none":
             plain = {name: value for name, value in plain.items() if name not in SPECULATION}
         return {name: int(value) if isinstance(value, np.integer) else value for name, value in plain.items()}
@@ -223,7 +233,7 @@ def conflicts(asked: CoreOptions | Mapping[str, Any], held: CoreOptions) -> list
 
 
 def load_options(asked: CoreOptions | Mapping[str, Any], held: CoreOptions) -> CoreOptions:
-    """The options under which a core is loaded: its own, less the speculation that it shall not load.
+    """The options under which a core is loaded: its own, less the programs that it shall not load.
 
     Args:
         asked: As in `conflicts`, and without any.
@@ -231,7 +241,9 @@ def load_options(asked: CoreOptions | Mapping[str, Any], held: CoreOptions) -> C
     Raises:
         ConfigError: See `conflicts` and `CoreOptions.check_method`.
     """
-    given = {name: value for name, value in _set(asked).items() if name in SPECULATION}
+    chosen = _set(asked)
+    given = {name: value for name, value in chosen.items() if name in SPECULATION}
+    held = dataclasses.replace(held, mixed_prefill=chosen.get("mixed_prefill", held.mixed_prefill))
     if given.get("spec_method") == "none":
         dataclasses.replace(CoreOptions(), **given).check_method()
         return dataclasses.replace(held, **{name: getattr(CoreOptions(), name) for name in SPECULATION})
@@ -247,7 +259,9 @@ def _set(asked: CoreOptions | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves_out(name: str, want: Any, have: Any) -> bool:
-    """Whether a load can give `want` of what a core has by not loading some of its rounds."""
+    """Whether a load can give `want` of what a core has by not loading some of its programs."""
     if name == "spec_method":
         return want == "none"
+    if name == "mixed_prefill":
+        return want is False
     return name in ("num_draft_tokens", "speculative_token_capacity") and have is not None and want < have

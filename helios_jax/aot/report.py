@@ -7,9 +7,9 @@ import enum
 import pathlib
 from typing import Any
 
-from helios_jax.aot.manifest import ProgramEntry, read_manifest
+from helios_jax.aot.manifest import Manifest, ProgramEntry, read_manifest
 from helios_jax.aot.memory import human
-from helios_jax.scheduler.catalog import ProgramShape
+from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
 
 
 class ProgramStatus(enum.StrEnum):
@@ -57,6 +57,7 @@ class InspectRow:
     token_capacity: int
     proposal_depth: int = 0
     packed_capacity: int = 0
+    prefill_capacity: int = 0
     compile_seconds: float = 0.0
     file_bytes: int = 0
     temp_bytes: int = 0
@@ -67,7 +68,19 @@ class InspectRow:
 
 
 INSPECT_HEADER = (
-    *("program", "rows", "tokens", "proposals", "packed", "compile", "file", "temporaries", "arguments", "donated"),
+    *(
+        "program",
+        "rows",
+        "tokens",
+        "proposals",
+        "packed",
+        "prompt",
+        "compile",
+        "file",
+        "temporaries",
+        "arguments",
+        "donated",
+    ),
     "problem",
 )
 
@@ -94,12 +107,24 @@ def inspect_core(directory: pathlib.Path | str) -> tuple[InspectRow, ...]:
 
 
 def inspect_caption(directory: pathlib.Path | str) -> str:
-    """One line about what a core's rounds are made of; empty in a core without.
+    """One line about what a core's rounds and mixed programs are made of; empty in a core without.
 
     Raises:
         CoreError: As `inspect_core`.
     """
     manifest = read_manifest(pathlib.Path(directory))
+    return "; ".join(part for part in (_rounds_caption(manifest), _mixed_caption(manifest)) if part)
+
+
+def _mixed_caption(manifest: Manifest) -> str:
+    shapes = [shape for shape in manifest.catalog if shape.kind is ProgramKind.MIXED]
+    if not shapes:
+        return ""
+    prompt, packed = max(s.prefill_capacity for s in shapes), max(s.packed_capacity for s in shapes)
+    return f"mixed programs: {len(shapes)}, a prompt chunk of up to {prompt} tokens, {packed} packed rows at most"
+
+
+def _rounds_caption(manifest: Manifest) -> str:
     options = manifest.options
     if options.spec_method == "none":
         return ""
@@ -116,6 +141,7 @@ def _shape_columns(shape: ProgramShape) -> dict[str, Any]:
         "token_capacity": shape.token_capacity,
         "proposal_depth": shape.proposal_depth,
         "packed_capacity": shape.packed_capacity,
+        "prefill_capacity": shape.prefill_capacity,
     }
 
 
@@ -148,6 +174,7 @@ def format_row(row: InspectRow) -> tuple[str, ...]:
         str(row.token_capacity or "-"),
         str(row.proposal_depth or "-"),
         str(row.packed_capacity or "-"),
+        str(row.prefill_capacity or "-"),
         f"{row.compile_seconds:.2f} s",
         human(row.file_bytes),
         human(row.temp_bytes),

@@ -1,4 +1,4 @@
-"""Which speculative rounds a core holds, and what a load may leave out.
+"""Which speculative rounds and mixed programs a core holds, and what a load may leave out.
 
 Each program costs compile time, 7 to 12 CPU seconds of a model as small as SmolLM2 (docs/LOG.md). So
 a core holds, of all rounds that `scheduler.catalog.speculative_shapes` lists:
@@ -11,6 +11,10 @@ a core holds, of all rounds that `scheduler.catalog.speculative_shapes` lists:
   lanes share the rows of those that have nothing to verify. Where R is too small for the widest
   rectangle, ragged programs of R rows replace it.
 
+With `mixed_prefill` it also holds all of `scheduler.catalog.mixed_shapes`: those of plain decoding, which a
+load without speculation uses, and those of its rounds. Without a draft context to keep, the former are
+the width one of the latter.
+
 `reduced` shapes are a subset: what is not compiled cannot be selected.
 """
 
@@ -20,12 +24,15 @@ import types
 from collections.abc import Iterable, Mapping
 
 from helios_jax.scheduler.catalog import (
+    MAX_MIXED_WIDTH,
     MAX_SLOTS,
     Allocation,
     ProgramKind,
     ProgramShape,
     ProposalSource,
+    mixed_shapes,
     powers_of_two,
+    prompt_buckets,
     speculative_shapes,
 )
 
@@ -60,7 +67,7 @@ def round_shapes(
     """
     if method == "none":
         return ()
-    source = ProposalSource.COPY if method == "copy" else ProposalSource.LEARNED
+    source = _source(method)
     found = {
         shape
         for ragged in Allocation
@@ -82,24 +89,61 @@ def _is_held(shape: ProgramShape, ladder: tuple[int, ...], token_capacity: int) 
     return rows == RAGGED_ROWS * batch or (rows == token_capacity and whole > token_capacity)
 
 
+def joint_shapes(
+    *, method: str, max_slots: int, prefill_chunk: int, draft_tokens: int, token_capacity: int
+) -> tuple[ProgramShape, ...]:  # fmt: skip
+    """The mixed programs of a core: of plain decoding, and of its rounds if it has any.
+
+    Args:
+        prefill_chunk: Most prompt tokens of one program.
+        draft_tokens, token_capacity: As in `round_shapes`; lanes are at most MAX_MIXED_WIDTH wide here.
+    """
+    buckets = prompt_buckets(prefill_chunk)
+    found = set(mixed_shapes(max_slots=max_slots, buckets=buckets))
+    if method != "none":
+        found |= {
+            shape
+            for shape in mixed_shapes(
+                max_slots=max_slots,
+                buckets=buckets,
+                draft_tokens=min(draft_tokens, MAX_MIXED_WIDTH - 1),
+                token_capacity=token_capacity,
+                source=_source(method),
+            )
+            if shape.proposal_depth or shape.proposal_source is ProposalSource.LEARNED
+        }
+    return tuple(sorted(found))
+
+
+def _source(method: str) -> ProposalSource:
+    return ProposalSource.COPY if method == "copy" else ProposalSource.LEARNED
+
+
 def reduced(
-    shapes: Iterable[ProgramShape], *, method: str, draft_tokens: int | None, token_capacity: int | None
-) -> tuple[ProgramShape, ...]:
+    shapes: Iterable[ProgramShape], *, method: str, draft_tokens: int | None, token_capacity: int | None, mixed: bool
+) -> tuple[ProgramShape, ...]:  # fmt: skip
     """Those of a core's `shapes` that stay in a load with these options; other kinds stay anyway.
 
     Args:
-        method: "none" leaves all rounds out.
+        method: "none" leaves all rounds out, and the mixed programs of rounds. A method with a draft context
+            leaves out those that do not keep it.
         draft_tokens: Most proposals of a round, or None for all.
         token_capacity: Most target rows of a round with proposals, or None for all.
+        mixed: False leaves all mixed programs out.
     """
 
+    def fits(shape: ProgramShape, rows: int) -> bool:
+        depth = shape.proposal_depth
+        few = token_capacity is None or rows <= token_capacity
+        return not depth or (few and (draft_tokens is None or depth <= draft_tokens))
+
     def stays(shape: ProgramShape) -> bool:
-        if shape.kind is not ProgramKind.SPECULATIVE:
+        if shape.kind is ProgramKind.SPECULATIVE:
+            return method != "none" and fits(shape, shape.packed_capacity)
+        if shape.kind is not ProgramKind.MIXED:
             return True
-        if method == "none":
-            return False
-        depth, rows = shape.proposal_depth, shape.packed_capacity
-        fits = token_capacity is None or rows <= token_capacity
-        return not depth or (fits and (draft_tokens is None or depth <= draft_tokens))
+        plain = shape.proposal_source is ProposalSource.NONE
+        of_method = plain if method == "none" else method == "copy" or not plain
+        return mixed and of_method and fits(shape, shape.batch_capacity * shape.token_capacity)
 
     return tuple(shape for shape in shapes if stays(shape))

@@ -124,7 +124,9 @@ class Drafting:
             running: Handles of the sequences that had not ended before this frame.
         """
         plan, source = frame.plan, frame.plan.shape.proposal_source
-        width = max(lane.length for lane in plan.lanes if lane.role is LaneRole.DECODE)
+        width = max((lane.length for lane in plan.lanes if lane.role is LaneRole.DECODE), default=0)
+        if not width:
+            return  # the prompt of a mixed program alone
         counts = self.counts.setdefault((str(source), width), RoundCounts())
         counts.rounds += 1
         for lane, record in zip(plan.lanes, records, strict=True):

@@ -27,6 +27,7 @@ FLOAT_SETTINGS = (
     "frequency_penalty",
 )
 NEUTRAL = {"top_p": 1.0, "repetition_penalty": 1.0}  # of inactive rows; all other settings 0
+ROUNDS = (ProgramKind.SPECULATIVE, ProgramKind.MIXED)  # several tokens a lane: their completions have columns
 
 
 class FrameBuilder:
@@ -60,7 +61,10 @@ class FrameBuilder:
             pages = page_table(lane.handle)
             fields["page_table"][row, : len(pages)] = pages
         if shape.kind is ProgramKind.SPECULATIVE:
-            self._round(fields, plan)
+            fields["limit"][: len(plan.lanes)] = [lane.length for lane in plan.lanes]
+            self._proposals(fields, plan)
+        elif shape.kind is ProgramKind.MIXED:
+            self._mixed(fields, plan, sequences)
         elif shape.kind is not ProgramKind.DECODE:
             self._prompt(fields, plan.lanes, sequences)
         wanted = any(lane.emits and sequences[lane.handle].params.logprobs is not None for lane in plan.lanes)
@@ -84,11 +88,20 @@ class FrameBuilder:
             fields["bias_ids"][row, : len(bias)] = list(bias.keys())
             fields["bias_values"][row, : len(bias)] = list(bias.values())
 
-    def _round(self, fields: Fields, plan: ScheduledPlan) -> None:
-        """Ceilings of the lanes, the source's map, and the tokens of a copy round."""
+    def _mixed(self, fields: Fields, plan: ScheduledPlan, sequences: Mapping[RequestHandle, Sequence]) -> None:
+        """Rows of every lane, the chunk of the prompt row if there is one, and the others' proposals."""
+        fields["query_len"][: len(plan.lanes)] = [lane.length for lane in plan.lanes]
+        fields["prefill_row"][0] = plan.prompt_row
+        if plan.prompt_row >= 0:
+            lane = plan.lanes[plan.prompt_row]
+            fields["start"][0], fields["sample"][0] = lane.start, lane.emits
+            chunk = sequences[lane.handle].prompt[lane.start : lane.start + lane.length]
+            fields["tokens"][: lane.length] = chunk
+        self._proposals(fields, plan)
+
+    def _proposals(self, fields: Fields, plan: ScheduledPlan) -> None:
+        """The source's map, and the tokens of lanes whose proposals are copied; a prompt row has none."""
         source = plan.shape.proposal_source
-        for row, lane in enumerate(plan.lanes):
-            fields["limit"][row] = lane.length
         if not plan.shape.proposal_depth:
             return
         assert self._drafting is not None  # a core with proposals has an engine with drafting
@@ -97,6 +110,8 @@ class FrameBuilder:
             return
         fields["proposal"][:] = -1
         for row, lane in enumerate(plan.lanes):
+            if lane.role is not LaneRole.DECODE:
+                continue
             tokens, confidence = self._drafting.copies(lane.handle)
             tokens = tokens[: plan.shape.proposal_depth]
             fields["proposal"][row, : len(tokens)] = tokens
@@ -130,7 +145,7 @@ class FrameBuilder:
         layout = self._completion.get(shape) or self._completion.setdefault(shape, completion_layout(shape, self.dims))
         fields = layout.split(ints, floats)
         slots = fields["slot"].tolist()
-        if shape.kind is ProgramKind.SPECULATIVE:
+        if shape.kind in ROUNDS:
             return self._round_records(plan, fields, slots), fields
         if shape.kind is ProgramKind.INITIALIZE:
             tokens, lengths, status = [-1] * len(slots), [0] * len(slots), [0] * len(slots)
@@ -168,10 +183,11 @@ class FrameBuilder:
             emitted = tuple(tokens[:count])
             if status == 0 and not all(0 <= token < self.dims.vocab_size for token in emitted):
                 raise InvariantError(f"{plan.shape.name} sampled {emitted}, vocabulary {self.dims.vocab_size}")
+            consumed = count if lane.role is LaneRole.DECODE else committed - lane.start
             records.append(
                 CompletionRecord(
                     handle=lane.handle,
-                    consumed=count,
+                    consumed=consumed,
                     tokens=emitted if status == 0 else (),
                     committed_len=committed,
                     valid=status == 0,

@@ -30,7 +30,7 @@ def token_logprobs(
 def sampled_logprobs(
     fields: dict[str, np.ndarray], index: tuple[int, ...], token: int, count: int, decode: Callable[[int], str]
 ) -> TokenLogprobs:
-    """Of one sampled token; `index` is (row,), in a round (row, number of the token)."""
+    """Of one sampled token; `index` is (row,), in a round or mixed program (row, number of the token)."""
     return token_logprobs(
         token,
         float(fields["logprob"][index]),

@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-from helios_jax.engine.frames import Fields
+from helios_jax.engine.frames import ROUNDS, Fields
 from helios_jax.engine.logprobs import prompt_logprobs, sampled_logprobs
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.request import Request, Sequence, Sink
@@ -70,7 +70,7 @@ class Publisher:
         if plan.shape.kind is ProgramKind.SCORED_PREFILL:
             self._score(plan, fields, sequences)
         rows = {lane.handle: row for row, lane in enumerate(plan.lanes)}
-        in_round = plan.shape.kind is ProgramKind.SPECULATIVE
+        in_round = plan.shape.kind in ROUNDS
         burst: dict[RequestHandle, int] = {}  # tokens so far of each lane of a round
         grown: dict[RequestHandle, int] = {}
         ordered = list(events)

@@ -20,11 +20,12 @@ class TraceWriter:
     A trace is worth less than the requests it is about: the first line that cannot be written
     (a full disk) is logged and ends the trace, not the engine.
 
-    Fields: fence, kind, shape, b, d, w, p (the capacities B/D/W/P of its shape), lanes (number),
-    slots, tokens (that went in), emits (lanes that sample), requests (ids by lane), estimated_ns,
-    observation_age_ns (of the estimate, null without one), device_ns (one a rank), wall_ns,
-    queued, value_rate, log_scale, reason, exploration_credit_ns (that paid for a probe, else 0),
-    host_ns (engine thread outside the device call), now_ns.
+    Fields: fence, kind, shape, b, d, w, p, prompt (the capacities B/D/W/P of its shape, and the prompt tokens
+    of a mixed one), lanes (number), prompt_row (of a mixed frame, -1 without one), slots, tokens (that went
+    in), emits (lanes that sample), requests (ids by lane), estimated_ns, observation_age_ns (of the
+    estimate, null without one), device_ns (one a rank), wall_ns, queued, value_rate, log_scale, reason,
+    exploration_credit_ns (that paid for a probe, else 0), host_ns (engine thread outside the device
+    call), now_ns.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -48,7 +49,9 @@ class TraceWriter:
             "d": plan.shape.proposal_depth,
             "w": plan.shape.token_capacity,
             "p": plan.shape.packed_capacity,
+            "prompt": plan.shape.prefill_capacity,
             "lanes": len(plan.lanes),
+            "prompt_row": plan.prompt_row,
             "slots": [lane.handle.slot for lane in plan.lanes],
             "tokens": sum(lane.length for lane in plan.lanes),
             "emits": sum(lane.emits for lane in plan.lanes),

@@ -43,6 +43,7 @@ class Allocation(enum.StrEnum):
 
 
 MAX_SLOTS = 64  # specification: "Selection is bounded to 64 request slots."
+MAX_MIXED_WIDTH = 8  # decode width of a mixed program: completion token capacity of a core that declares none
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -112,6 +113,38 @@ class Catalog:
     def of_kind(self, kind: ProgramKind) -> tuple[ProgramShape, ...]:
         """The shapes of one family, smallest first."""
         return tuple(shape for shape in self.shapes if shape.kind is kind)
+
+
+def lane_width(shape: ProgramShape) -> int:
+    """Target rows that one decoding lane can use, its pending token included."""
+    if shape.kind is ProgramKind.SPECULATIVE or shape.kind is ProgramKind.MIXED:
+        return max(1, min(shape.proposal_depth + 1, shape.token_capacity))
+    return 1 if shape.kind is ProgramKind.DECODE else 0
+
+
+def packed_rows(shape: ProgramShape) -> int:
+    """Target rows over all decoding lanes."""
+    if shape.kind is ProgramKind.SPECULATIVE:
+        return shape.packed_capacity
+    return shape.batch_capacity * lane_width(shape)
+
+
+def prompt_capacity(shape: ProgramShape) -> int:
+    """Prompt tokens that one execution can consume."""
+    if shape.kind in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL):
+        return shape.token_capacity
+    return shape.prefill_capacity
+
+
+def physical_tokens(shape: ProgramShape) -> int:
+    """Token rows that one execution computes, used or not; 0 for state operations."""
+    if shape.kind is ProgramKind.SPECULATIVE:
+        return shape.packed_capacity
+    if shape.kind is ProgramKind.MIXED:
+        return shape.prefill_capacity + (shape.batch_capacity - 1) * shape.token_capacity
+    if shape.kind is ProgramKind.VISION:
+        return shape.batch_capacity * shape.token_capacity
+    return prompt_capacity(shape) + packed_rows(shape)
 
 
 def powers_of_two(limit: int) -> tuple[int, ...]:

@@ -9,9 +9,15 @@ Source: specification, "The native catalog", "Speculative graph coverage" and "M
 from __future__ import annotations
 
 from helios_jax.errors import ConfigError
-from helios_jax.scheduler.catalog import MAX_SLOTS, Allocation, ProgramKind, ProgramShape, ProposalSource
+from helios_jax.scheduler.catalog import (
+    MAX_MIXED_WIDTH,
+    MAX_SLOTS,
+    Allocation,
+    ProgramKind,
+    ProgramShape,
+    ProposalSource,
+)
 
-MAX_WIDTH = 8  # decode width of a mixed program: completion token capacity of a core that declares none
 PROMPT_UNIT = 64
 _PROMPTS = (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL)
 
@@ -49,8 +55,8 @@ def _mixed_problem(shape: ProgramShape, aligned: bool) -> str:
         return f"batch_capacity must be a power of two of 2 to {MAX_SLOTS}, got {rows}"
     if prompt < 1 or (aligned and prompt % PROMPT_UNIT):
         return f"prefill_capacity must be a positive multiple of {PROMPT_UNIT}, got {prompt}"
-    if width > MAX_WIDTH:
-        return f"token_capacity, the decode width, must be 1 to {MAX_WIDTH}, got {width}"
+    if width > MAX_MIXED_WIDTH:
+        return f"token_capacity, the decode width, must be 1 to {MAX_MIXED_WIDTH}, got {width}"
     if prompt < width:
         return f"prefill_capacity must be at least the decode width {width}, got {prompt}"
     whole = prompt + (rows - 1) * width

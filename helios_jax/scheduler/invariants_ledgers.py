@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from helios_jax.scheduler.catalog import ProposalSource
+from helios_jax.scheduler.catalog import ProposalSource, packed_rows
 from helios_jax.scheduler.cost import is_fresh
-from helios_jax.scheduler.programs import index_of, packed_rows
+from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.refresh import CAP_NS, NO_EPISODE, PROBES, Ledger
 from helios_jax.scheduler.state import REASONS, Frame, State
 from helios_jax.scheduler.types import FEEDBACK, LaneRole, SelectionReason

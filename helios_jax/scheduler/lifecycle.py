@@ -16,9 +16,9 @@ import numpy as np
 
 from helios_jax.errors import InvariantError, StalePlanError
 from helios_jax.scheduler import captures
-from helios_jax.scheduler.catalog import ProgramKind, ProposalSource
+from helios_jax.scheduler.catalog import ProgramKind, ProposalSource, lane_width, physical_tokens
 from helios_jax.scheduler.cost import attempt
-from helios_jax.scheduler.programs import KINDS, index_of, lane_width, misfit, physical_tokens
+from helios_jax.scheduler.programs import KINDS, index_of, misfit
 from helios_jax.scheduler.queue import closed, expected_service, may_be_over, needs_feedback, project
 from helios_jax.scheduler.refresh import PROBES, dispatched, is_funded, watch_idle
 from helios_jax.scheduler.resources import PagePool, take

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from helios_jax.errors import ConfigError, InvariantError
-from helios_jax.scheduler.catalog import Allocation, Catalog, ProgramKind, ProgramShape, ProposalSource
+from helios_jax.scheduler.catalog import (
+    Allocation,
+    Catalog,
+    ProgramKind,
+    ProgramShape,
+    ProposalSource,
+    lane_width,
+    packed_rows,
+    physical_tokens,
+    prompt_capacity,
+)
 from helios_jax.scheduler.extents import check_shape
 from helios_jax.scheduler.speculation import COPY, LEARNED
 from helios_jax.scheduler.types import Lane, LaneRole
@@ -149,27 +159,6 @@ def _padding_of(catalog: Catalog, extents: np.ndarray) -> np.ndarray:
     return (kind[:, None] == kind) & alike & no_smaller & ~np.eye(len(catalog), dtype=np.bool_)
 
 
-def lane_width(shape: ProgramShape) -> int:
-    """Target rows that one decoding lane can use, its pending token included."""
-    if shape.kind is ProgramKind.SPECULATIVE or shape.kind is ProgramKind.MIXED:
-        return max(1, min(shape.proposal_depth + 1, shape.token_capacity))
-    return 1 if shape.kind is ProgramKind.DECODE else 0
-
-
-def packed_rows(shape: ProgramShape) -> int:
-    """Target rows over all decoding lanes."""
-    if shape.kind is ProgramKind.SPECULATIVE:
-        return shape.packed_capacity
-    return shape.batch_capacity * lane_width(shape)
-
-
-def prompt_capacity(shape: ProgramShape) -> int:
-    """Prompt tokens that one execution can consume."""
-    if shape.kind in (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL):
-        return shape.token_capacity
-    return shape.prefill_capacity
-
-
 def index_of(catalog: Catalog, shape: ProgramShape) -> int:
     """Row of a shape.
 
@@ -180,17 +169,6 @@ def index_of(catalog: Catalog, shape: ProgramShape) -> int:
     if index == len(catalog) or catalog.shapes[index] != shape:
         raise InvariantError(f"program {shape.name} is not in the catalogue of {len(catalog)} programs")
     return index
-
-
-def physical_tokens(shape: ProgramShape) -> int:
-    """Token rows that one execution computes, used or not; 0 for state operations."""
-    if shape.kind is ProgramKind.SPECULATIVE:
-        return shape.packed_capacity
-    if shape.kind is ProgramKind.MIXED:
-        return shape.prefill_capacity + (shape.batch_capacity - 1) * shape.token_capacity
-    if shape.kind is ProgramKind.VISION:
-        return shape.batch_capacity * shape.token_capacity
-    return prompt_capacity(shape) + packed_rows(shape)
 
 
 def misfit(shape: ProgramShape, lanes: Sequence[Lane], prompt_row: int = -1) -> str:

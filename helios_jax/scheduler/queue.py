@@ -24,9 +24,8 @@ import dataclasses
 
 import numpy as np
 
-from helios_jax.scheduler.catalog import ProgramKind, ProposalSource
+from helios_jax.scheduler.catalog import ProgramKind, ProposalSource, packed_rows
 from helios_jax.scheduler.cost import NS_PER_MS, is_fresh
-from helios_jax.scheduler.programs import packed_rows
 from helios_jax.scheduler.service import charge, corrected_deliveries
 from helios_jax.scheduler.state import RETIRING, Frame, Requests, State
 from helios_jax.scheduler.types import FEEDBACK, LaneRole, ScheduledPlan

@@ -13,8 +13,7 @@ from operator import attrgetter
 import numpy as np
 
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler.catalog import Allocation, ProgramKind
-from helios_jax.scheduler.programs import packed_rows
+from helios_jax.scheduler.catalog import Allocation, ProgramKind, packed_rows
 from helios_jax.scheduler.state import RETIRING, TERMINAL, Frame, State
 from helios_jax.scheduler.types import CompletionRecord, ExecutionTiming, Lane, LaneRole
 

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from helios_jax.errors import ConfigError
-from helios_jax.scheduler.catalog import Allocation, Catalog, ProgramKind, ProgramShape
-from helios_jax.scheduler.programs import index_of, lane_width, packed_rows
+from helios_jax.scheduler.catalog import Allocation, Catalog, ProgramKind, ProgramShape, lane_width, packed_rows
+from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state import DECODE, INITIALIZE, PROMPT, Requests
 from helios_jax.scheduler.types import (

@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from helios_jax.scheduler.catalog import Allocation, ProgramKind, ProgramShape
-from helios_jax.scheduler.programs import packed_rows
+from helios_jax.scheduler.catalog import Allocation, ProgramKind, ProgramShape, packed_rows
 from helios_jax.scheduler.types import (
     CompletionRecord,
     ExecutionTiming,

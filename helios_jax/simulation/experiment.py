@@ -20,6 +20,7 @@ import numpy as np
 
 from helios_jax.errors import ConfigError
 from helios_jax.scheduler.catalog import (
+    MAX_MIXED_WIDTH,
     MAX_SLOTS,
     Allocation,
     Catalog,
@@ -31,7 +32,6 @@ from helios_jax.scheduler.catalog import (
     speculative_shapes,
 )
 from helios_jax.scheduler.cost import observe
-from helios_jax.scheduler.extents import MAX_WIDTH
 from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
 from helios_jax.scheduler.resources import pages_for
 from helios_jax.scheduler.scheduler import Scheduler
@@ -257,7 +257,7 @@ def simulation_catalog(slots: int, prefill_chunk: int, depth: int = 0) -> Catalo
     shapes = [ProgramShape(kind.INITIALIZE, b, 0) for b in sorted({rows[0], rows[-1]})]
     shapes += [ProgramShape(kind.PREFILL, b, t) for t in buckets for b in PROMPT_ROWS if b <= rows[-1]]
     envelope = rows[-1] * (depth + 1)
-    mixed_depth = min(depth, MAX_WIDTH - 1)  # tables may be deeper than the decode width of a mixed program
+    mixed_depth = min(depth, MAX_MIXED_WIDTH - 1)  # tables may be deeper than the decode width of a mixed program
     shapes += mixed_shapes(max_slots=slots, buckets=buckets, draft_tokens=mixed_depth, token_capacity=envelope)
     if not depth:
         return Catalog((*shapes, *(ProgramShape(kind.DECODE, b, 1) for b in rows)))

@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 from helios_jax.aot.abi import Dims
-from helios_jax.aot.speculation import DEFAULT_DRAFT_TOKENS, default_rows, round_shapes
+from helios_jax.aot.speculation import DEFAULT_DRAFT_TOKENS, default_rows, joint_shapes, reduced, round_shapes
 from helios_jax.config import EngineConfig
 from helios_jax.engine.async_llm import AsyncLLM
-from helios_jax.scheduler.catalog import Catalog, ProposalSource, mixed_shapes, prompt_buckets, serving_catalog
+from helios_jax.scheduler.catalog import Catalog, serving_catalog
 from helios_jax.scheduler.types import Limits
 from helios_jax.testing.device import FakeRunner
 from helios_jax.testing.tokenizer import ByteTokenizer
@@ -84,14 +84,14 @@ def fake_core(
     rows = speculative_token_capacity or default_rows(max_slots, depth)
     shapes += round_shapes(method=spec_method, max_slots=max_slots, draft_tokens=depth, token_capacity=rows)
     if mixed_prefill:
-        source = ProposalSource.COPY if spec_method == "copy" else ProposalSource.LEARNED
-        shapes += mixed_shapes(
+        joint = joint_shapes(
+            method=spec_method,
             max_slots=max_slots,
-            buckets=prompt_buckets(prefill_chunk),
+            prefill_chunk=prefill_chunk,
             draft_tokens=depth,
             token_capacity=rows,
-            source=source,
         )
+        shapes += reduced(joint, method=spec_method, draft_tokens=None, token_capacity=None, mixed=True)
     info = FakeSourceInfo(name=name)
     return FakeCore(Catalog(tuple(shapes)), dims, limits, FakeRunner(dims, **runner_options), info)
 

@@ -16,8 +16,7 @@ import math
 
 import numpy as np
 
-from helios_jax.scheduler.catalog import Allocation, ProgramKind, ProgramShape, ProposalSource
-from helios_jax.scheduler.programs import lane_width, packed_rows
+from helios_jax.scheduler.catalog import Allocation, ProgramKind, ProgramShape, ProposalSource, lane_width, packed_rows
 from helios_jax.testing.device_programs import STATUS_NOTHING_ALLOWED
 from helios_jax.testing.device_state import FakeState, Mask, Parts
 from helios_jax.testing.model import FakeDraft

@@ -12,8 +12,7 @@ import pytest
 
 from helios_jax.scheduler import LaneRole, ProgramKind, ProgramShape, ScheduledPlan, State, plan_next
 from helios_jax.scheduler.candidates import delivery_lanes, new_decision
-from helios_jax.scheduler.catalog import Allocation
-from helios_jax.scheduler.programs import lane_width
+from helios_jax.scheduler.catalog import Allocation, lane_width
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.service import current_rates
 from helios_jax.scheduler.state import REQUEST_COLUMNS, Requests

@@ -45,8 +45,7 @@ from helios_jax.scheduler import (
     plan_next,
     published_outputs,
 )
-from helios_jax.scheduler.catalog import Allocation, ProposalSource
-from helios_jax.scheduler.programs import packed_rows
+from helios_jax.scheduler.catalog import Allocation, ProposalSource, packed_rows
 from helios_jax.scheduler.speculation import LEARNED
 from helios_jax.scheduler.state import Phase
 from helios_jax.simulation.profiles import Work

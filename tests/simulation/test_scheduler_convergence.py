@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from helios_jax.scheduler import Catalog, PolicyConfig, ProgramKind, ProgramShape, RequestHandle
-from helios_jax.scheduler.programs import lane_width
+from helios_jax.scheduler.catalog import lane_width
 from tests.simulation.scenario_kit import (
     NEVER_STALE_NS,
     World,

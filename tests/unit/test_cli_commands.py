@@ -90,13 +90,13 @@ def test_serve_options_reach_core_and_engine() -> None:
          "--scheduler-terminal-value", "0", "--scheduler-checkpoint-extra-work-fraction", "0.1",
          "--trace", "t.jsonl", "--max-queue", "7", "--spec-method", "draft", "--draft-model", "small",
          "--num-draft-tokens", "3", "--speculative-token-capacity", "12", "--spec-width", "fixed",
-         "--mtp-adaptive-verification-alpha", "1.5"]
+         "--mtp-adaptive-verification-alpha", "1.5", "--mixed-prefill"]
     )  # fmt: skip
     assert options.model == "some/model"
     assert core_options(options) == {
         "max_slots": 4, "max_context": None, "dtype": "bfloat16", "page_size": None, "num_pages": None,
         "prefill_chunk": None, "spec_method": "draft", "draft_model": "small", "num_draft_tokens": 3,
-        "speculative_token_capacity": 12,
+        "speculative_token_capacity": 12, "mixed_prefill": True,
     }  # fmt: skip
     config = engine_config(options)
     assert (config.policy, config.terminal_value, config.max_queue) == ("throughput", 0.0, 7)

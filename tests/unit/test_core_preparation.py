@@ -70,9 +70,9 @@ def test_each_stored_program_is_executed_once_as_loaded(tmp_path: Path, monkeypa
     ran: list[str] = []
     submit = DeviceRunner.submit
 
-    def spy(self: DeviceRunner, shape: Any, ints: Any, floats: Any) -> Any:
-        ran.append(shape.name)
-        return submit(self, shape, ints, floats)
+    def spy(self: DeviceRunner, *control: Any) -> Any:
+        ran.append(control[0].name)
+        return submit(self, *control)
 
     monkeypatch.setattr(DeviceRunner, "submit", spy)
     root = make(tmp_path, max_context=256, prefill_chunk=128)
@@ -178,15 +178,15 @@ def test_changed_weights_are_converted_again_but_programs_stay(tmp_path: Path) -
 
 def test_the_page_plan_of_the_first_prepare_is_kept_while_it_fits(tmp_path: Path, monkeypatch: Any) -> None:
     page = 16 * 8 * 4
-    monkeypatch.setattr("helios_jax.aot.identity.memory_budget", lambda options: 6 * page + 500)
+    monkeypatch.setattr("helios_jax.aot.identity.memory_budget", lambda *_: 6 * page + 500)
     with prepare(ToySource(tmp_path / "model"), small_options(), tmp_path / "core", factory=FACTORY) as core:
         pages = core.dims.num_pages
         assert pages < 9  # capped
-    monkeypatch.setattr("helios_jax.aot.identity.memory_budget", lambda options: 1 << 30)  # more is free now
+    monkeypatch.setattr("helios_jax.aot.identity.memory_budget", lambda *_: 1 << 30)  # more is free now
     with prepare(ToySource(tmp_path / "model"), small_options(), tmp_path / "core", factory=FACTORY) as core:
         assert core.dims.num_pages == pages
         assert statuses(core) == {ProgramStatus.LOADED}
-    monkeypatch.setattr("helios_jax.aot.identity.memory_budget", lambda options: 3 * page)
+    monkeypatch.setattr("helios_jax.aot.identity.memory_budget", lambda *_: 3 * page)
     with pytest.raises(ConfigError, match="not enough memory"):
         load_core(tmp_path / "core", model=ToyModel(), factory=FACTORY)
 

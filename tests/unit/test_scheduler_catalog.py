@@ -10,9 +10,9 @@ from helios_jax.scheduler.catalog import (
     ProgramKind,
     ProposalSource,
     mixed_shapes,
+    physical_tokens,
     speculative_shapes,
 )
-from helios_jax.scheduler.programs import physical_tokens
 
 
 def test_the_check_value_of_mixed_shapes() -> None:

@@ -15,11 +15,11 @@ import pytest
 
 from helios_jax.scheduler import Catalog, PolicyConfig, ProgramKind, ProgramShape, State, new_state, plan_next
 from helios_jax.scheduler.candidates import Candidates, nearly_best, new_decision
+from helios_jax.scheduler.catalog import physical_tokens
 from helios_jax.scheduler.joint import best_option
 from helios_jax.scheduler.mixed import mixed_candidates
 from helios_jax.scheduler.policy import _all_candidates, _best
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
-from helios_jax.scheduler.programs import physical_tokens
 from helios_jax.scheduler.rounds import round_candidates
 from helios_jax.scheduler.state import Phase
 from tests.unit.scheduler_pairs_states import FRESH, LONGER, READY, random_catalog, random_state
