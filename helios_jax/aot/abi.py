@@ -3,7 +3,8 @@
 A program takes one int32 and one float32 control vector and returns one int32 and one
 float32 completion vector. `control_layout` and `completion_layout` are the only places
 that know where a field lies: the host writes through numpy views of the same table that
-the traced program slices.
+the traced program slices. A program that samples also takes `bits`, the tokens that each of
+its rows may sample (see `mask_shape`).
 
 Slots run from 0; `dims.slots` itself is the scratch slot of inactive lanes. Page 0 is the
 scratch page. Seeds travel as two int32 words holding uint32 bits.
@@ -21,6 +22,7 @@ from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSour
 
 MAX_LOGIT_BIAS = 300  # entries a request, OpenAI's limit
 TOP_LOGPROBS = 20  # alternatives reported a position, OpenAI's limit
+MASK_BITS = 32  # tokens a word of `bits`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ def _layout(ints: dict[str, tuple[int, ...]], floats: dict[str, tuple[int, ...]]
 def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
     """Control fields of one program.
 
+    Every program but initialize: `masked` [1], 0 = `bits` are not read (see `mask_shape`).
+
     initialize: `slot` [B], `prompt_len` [B] (tokens before it are prompt, later ones count
       as output for the penalties), `seed` [B, 2], `top_k` [B] (0 = off), `bias_ids`
       [B, MAX_LOGIT_BIAS] (-1 = unused), and the float settings of the lane.
@@ -142,23 +146,43 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
             )
         case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
             rows: dict[str, tuple[int, ...]] = {"slot": (b,), "query_len": (b,), "start": (b,), "sample": (b,)}
-            ints = rows | {"want_logprobs": (1,)} | table | {"tokens": (t,)}
+            ints = rows | _flags() | table | {"tokens": (t,)}
             if shape.kind is ProgramKind.SCORED_PREFILL:
                 ints["target"] = (t,)
             return _layout(ints, {})
         case ProgramKind.DECODE:
-            return _layout({"slot": (b,), "want_logprobs": (1,)} | table, {})
+            return _layout({"slot": (b,)} | _flags() | table, {})
         case ProgramKind.SPECULATIVE:
-            lanes: dict[str, tuple[int, ...]] = {"slot": (b,), "limit": (b,), "want_logprobs": (1,)}
+            lanes: dict[str, tuple[int, ...]] = {"slot": (b,), "limit": (b,)} | _flags()
             proposal, confidence = _proposals(shape)
             return _layout(lanes | table | proposal, confidence)
         case ProgramKind.MIXED:
             proposal, confidence = _proposals(shape)
-            one = dict.fromkeys(("prefill_row", "start", "sample", "want_logprobs"), (1,))
+            one: dict[str, tuple[int, ...]] = dict.fromkeys(("prefill_row", "start", "sample"), (1,)) | _flags()
             prompt: dict[str, tuple[int, ...]] = {"tokens": (shape.prefill_capacity,)}
             return _layout({"slot": (b,), "query_len": (b,)} | one | table | proposal | prompt, confidence)
         case _:
             raise ValueError(f"program kind {shape.kind} has no control layout")
+
+
+def mask_shape(shape: ProgramShape, dims: Dims) -> tuple[int, int] | None:
+    """Extents [rows, ceil(V / 32)] of a program's `bits`; None if it samples nothing.
+
+    Bit t % 32 of word t // 32 is 1 where the row may sample token t. Prefill and decode have a row a lane.
+    Rounds and mixed programs have W a lane: row b * W + j masks the token behind proposal j of lane b, 0
+    being its pending token; their prompt row has its mask at j = 0. An active row that may sample nothing
+    has status 2; behind a proposal it ends the lane's chain there, as if that proposal had not been made.
+    """
+    if shape.kind is ProgramKind.INITIALIZE:
+        return None
+    rounds = shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED)
+    rows = shape.batch_capacity * (shape.token_capacity if rounds else 1)
+    return rows, -(-dims.vocab_size // MASK_BITS)
+
+
+def _flags() -> dict[str, tuple[int, ...]]:
+    """What is asked of a whole frame."""
+    return {"want_logprobs": (1,), "masked": (1,)}
 
 
 def _proposals(shape: ProgramShape) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
@@ -176,7 +200,8 @@ def completion_layout(shape: ProgramShape, dims: Dims) -> Layout:
     """Completion fields of one program.
 
     All: `slot` [B] (echoed identity). Prefill, scored prefill and decode: `token` [B] (-1
-    where nothing was sampled), `committed_len` [B], `status` [B] (0 = finite logits),
+    where nothing was sampled), `committed_len` [B], `status` [B] (0 = fine, 1 = logits that
+    are not finite, 2 = the mask allows no token),
     `top_ids` / `top_logprobs` [B, TOP_LOGPROBS], `rank` [B] and `logprob` [B] of the sampled token
     (0 unless `want_logprobs`). Log-probabilities are those of the raw logits, before
     penalties and temperature, as in vLLM's default. Scored prefill adds `target_logprob`,

@@ -1,7 +1,7 @@
 """Turns program functions into executables: lower, compile, serialise, load, check.
 
-An executable takes (params, state, ints, floats) with the state donated and returns
-(state, (ints, floats)). Its input and output trees are never stored: they follow from the
+An executable takes (params, state, ints, floats), and bits if it samples, with the state donated and
+returns (state, (ints, floats)). Its input and output trees are never stored: they follow from the
 model and the dims, so the only pickle in a program file is the one that jax itself reads,
 and it is read only after the file's digest was compared with the manifest's.
 """
@@ -21,14 +21,14 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from helios_jax.aot.abi import Dims, control_layout
+from helios_jax.aot.abi import Dims, control_layout, mask_shape
 from helios_jax.aot.counters import compile_counter
 from helios_jax.aot.memory import AbstractState, tree_bytes
 from helios_jax.errors import CoreError
 from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import ProgramShape
 
-Program = Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
+Program = Callable[..., tuple[Any, tuple[Any, Any]]]
 
 
 def abstract_params(model: Draft, dtype: str) -> Any:
@@ -82,7 +82,7 @@ class Executable:
     """A program that can run, and what its making cost.
 
     Attributes:
-        call: (params, state, ints, floats) -> (state, (ints, floats)); asynchronous.
+        call: (params, state, ints, floats[, bits]) -> (state, (ints, floats)); asynchronous.
         memory: XLA's analysis, or None where the backend has none.
         seconds: Compiling, or loading.
     """
@@ -102,14 +102,16 @@ class Compiler:
     dtype: str
     factory: ProgramFactory
 
-    def arguments(self, shape: ProgramShape) -> tuple[Any, Any, Any, Any]:
-        """The abstract (params, state, ints, floats) of a program."""
-        layout = control_layout(shape, self.dims)
+    def arguments(self, shape: ProgramShape) -> tuple[Any, ...]:
+        """The abstract (params, state, ints, floats) of a program, and the bits of one that samples."""
+        layout, mask = control_layout(shape, self.dims), mask_shape(shape, self.dims)
+        bits = () if mask is None else (jax.ShapeDtypeStruct(mask, np.uint32),)
         return (
             self.factory.abstract_params(self.model, self.dtype),
             self.factory.abstract_state(self.model, self.dims, self.dtype),
             jax.ShapeDtypeStruct((layout.int_size,), np.int32),
             jax.ShapeDtypeStruct((layout.float_size,), np.float32),
+            *bits,
         )
 
     def compile(self, shape: ProgramShape) -> Executable:

@@ -104,9 +104,11 @@ class PreparedCore:
         """Whether any program of this family is loaded (scored prefill may be missing)."""
         return bool(self.catalog.of_kind(kind))
 
-    def execute(self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray) -> InFlight:
+    def execute(
+        self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray, bits: np.ndarray | None = None
+    ) -> InFlight:
         """Submits one frame; see `DeviceRunner.submit`."""
-        return self.runner.submit(shape, ints, floats)
+        return self.runner.submit(shape, ints, floats, bits)
 
     def reset(self) -> None:
         """Fresh device state after a failure; see `DeviceRunner.reset`. Compiles nothing."""

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from helios_jax.aot.abi import Dims, Layout, control_layout
+from helios_jax.aot.abi import Dims, Layout, control_layout, mask_shape
 from helios_jax.errors import DeviceError, InvariantError
 from helios_jax.scheduler.catalog import ProgramShape
 from helios_jax.scheduler.types import ExecutionTiming
@@ -92,6 +92,8 @@ class DeviceRunner:
         self._new_state = new_state
         self._dims = dims
         self._layouts: dict[ProgramShape, Layout] = {shape: control_layout(shape, dims) for shape in calls}
+        self._masks = {shape: mask_shape(shape, dims) for shape in calls}
+        self._everything: dict[tuple[int, int], jax.Array] = {}  # masks of all ones on the device, by extents
         self._lock = threading.Lock()  # orders submissions; the watcher never takes it
         self._in_flight: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
         self._submitted = 0
@@ -103,19 +105,22 @@ class DeviceRunner:
         self._watcher = threading.Thread(target=self._watch, name="helios-completion-watcher", daemon=True)
         self._watcher.start()
 
-    def submit(self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray) -> InFlight:
+    def submit(
+        self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray, bits: np.ndarray | None = None
+    ) -> InFlight:
         """Starts one program and returns at once (tens of microseconds, plus 1 us a weight leaf).
 
         Args:
             shape: A shape of the core's catalogue.
             ints, floats: Flat control vectors of the shape's layout; copied, so the caller
                 may reuse them.
+            bits: The packed mask of `mask_shape`, copied; None = everything is allowed, nothing is sent.
 
         Raises:
             DeviceError: An earlier frame failed and nobody called `reset`, or closed.
             InvariantError: A shape or vector that the core does not have: our bug.
         """
-        self._validate(shape, ints, floats)
+        self._validate(shape, ints, floats, bits)
         with self._lock:
             self._check_open()
             queued = self._submitted != self._observed
@@ -124,7 +129,8 @@ class DeviceRunner:
             dispatch_ns = time.monotonic_ns()
             try:
                 # Copies: on CPU jax may read a numpy argument in place after the call returned.
-                state, outputs = self._calls[shape](self._params, self._state, ints.copy(), floats.copy())
+                control = (ints.copy(), floats.copy(), *self._mask(shape, bits))
+                state, outputs = self._calls[shape](self._params, self._state, *control)
                 self._state = state
                 for output in outputs:
                     output.copy_to_host_async()
@@ -160,6 +166,7 @@ class DeviceRunner:
             self._closed = True
             self._in_flight.put(None)
             self._params = self._state = None
+            self._everything.clear()
         self._watcher.join()
 
     def _fresh_state(self) -> Any:
@@ -179,7 +186,17 @@ class DeviceRunner:
         if self._broken is not None:
             raise DeviceError(f"the device state was lost: {self._broken}; reset the runner") from self._broken
 
-    def _validate(self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray) -> None:
+    def _mask(self, shape: ProgramShape, bits: np.ndarray | None) -> tuple[np.ndarray | jax.Array, ...]:
+        extents = self._masks[shape]
+        if extents is None:
+            return ()
+        if bits is not None:
+            return (bits.copy(),)
+        if extents not in self._everything:
+            self._everything[extents] = jax.device_put(np.full(extents, 0xFFFFFFFF, np.uint32))
+        return (self._everything[extents],)
+
+    def _validate(self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray, bits: np.ndarray | None) -> None:
         layout = self._layouts.get(shape)
         if layout is None:
             raise InvariantError(f"program {shape.name} is not in the core's catalogue")
@@ -189,6 +206,9 @@ class DeviceRunner:
             raise InvariantError(
                 f"{shape.name}: floats are {floats.dtype}{floats.shape}, need float32({layout.float_size},)"
             )
+        extents = self._masks[shape]
+        if bits is not None and (bits.shape != extents or bits.dtype != np.uint32):
+            raise InvariantError(f"{shape.name}: bits are {bits.dtype}{bits.shape}, need uint32{extents}")
 
     def _watch(self) -> None:
         end_ns = 0

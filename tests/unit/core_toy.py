@@ -56,7 +56,7 @@ def new_state(model: Any, dims: Dims, dtype: str) -> ToyState:
 def build_program(shape: ProgramShape, model: Any, dims: Dims, dtype: str) -> Any:
     layout, out = control_layout(shape, dims), completion_layout(shape, dims)
 
-    def program(params: Any, state: ToyState, ints: Any, floats: Any) -> Any:
+    def program(params: Any, state: ToyState, ints: Any, floats: Any, bits: Any = None) -> Any:
         fields = layout.split(ints, floats)
         slot = fields["slot"]
         page = jnp.where(slot < dims.slots, 1 + slot % max(1, dims.num_pages - 1), 0)
@@ -79,7 +79,7 @@ def copying_program(shape: ProgramShape, model: Any, dims: Dims, dtype: str) -> 
     """Like `build_program`, but returns pages of half the size: the pool cannot be updated in place."""
     inner = build_program(shape, model, dims, dtype)
 
-    def program(params: Any, state: ToyState, ints: Any, floats: Any) -> Any:
+    def program(params: Any, state: ToyState, ints: Any, floats: Any, bits: Any = None) -> Any:
         state, outputs = inner(params, state, ints, floats)
         return ToyState(state.pages[: dims.num_pages // 2], state.runs), outputs
 

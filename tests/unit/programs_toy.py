@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helios_jax.aot.abi import MAX_LOGIT_BIAS, Dims, completion_layout, control_layout
+from helios_jax.aot.abi import MAX_LOGIT_BIAS, Dims, completion_layout, control_layout, mask_shape
 from helios_jax.aot.device_state import DeviceState, new_state
 from helios_jax.aot.programs import build_program
 from helios_jax.models.interface import AttentionSpec
@@ -106,6 +106,17 @@ def reference_greedy(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def abstract_bits(shape: ProgramShape, dims: Dims) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The mask argument of a program that samples."""
+    extents = mask_shape(shape, dims)
+    return () if extents is None else (jax.ShapeDtypeStruct(extents, jnp.uint32),)
+
+
+def no_bits(shape: ProgramShape, dims: Dims) -> tuple[np.ndarray, ...]:
+    """A mask that nobody reads, and that allows nothing if somebody does."""
+    return tuple(np.zeros(each.shape, np.uint32) for each in abstract_bits(shape, dims))
+
+
 @functools.cache
 def compiled(shape: ProgramShape, model: Any, dims: Dims, dtype: str) -> Any:
     """The executable of a shape, as a core would compile it."""
@@ -115,6 +126,7 @@ def compiled(shape: ProgramShape, model: Any, dims: Dims, dtype: str) -> Any:
         jax.eval_shape(lambda: new_state(model, dims, dtype)),
         jax.ShapeDtypeStruct((control.int_size,), jnp.int32),
         jax.ShapeDtypeStruct((control.float_size,), jnp.float32),
+        *abstract_bits(shape, dims),
     )
     return jax.jit(build_program(shape, model, dims, dtype), donate_argnums=1).lower(*arguments).compile()
 
@@ -165,12 +177,17 @@ class Host:
             pools = jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, nan, p.dtype)), self.state.kv)
             self.state = self.state.replace(kv=pools)
 
+    bits: np.ndarray | None = None  # of the next frame
+
+    def program(self, shape: ProgramShape) -> Any:
+        return compiled(shape, self.model, self.dims, self.dtype)
+
     def run(self, shape: ProgramShape, **fields: Any) -> dict[str, np.ndarray]:
         ints, floats, parts = control_layout(shape, self.dims).new()
         for name, value in fields.items():
             parts[name][...] = value
-        program = compiled(shape, self.model, self.dims, self.dtype)
-        self.state, (out_ints, out_floats) = program(self.params, self.state, ints, floats)
+        bits, self.bits = no_bits(shape, self.dims) if self.bits is None else (self.bits,), None
+        self.state, (out_ints, out_floats) = self.program(shape)(self.params, self.state, ints, floats, *bits)
         return completion_layout(shape, self.dims).split(np.asarray(out_ints), np.asarray(out_floats))
 
     def initialize(self, slot: int, prompt_len: int, *, bias: dict[int, float] | None = None, **settings: Any) -> None:

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helios_jax.aot.abi import Dims, completion_layout, control_layout
+from helios_jax.aot.abi import Dims, control_layout
 from helios_jax.aot.device_state import new_state
 from helios_jax.aot.programs import build_program
 from helios_jax.scheduler.catalog import Allocation, ProgramKind, ProgramShape, ProposalSource
-from tests.unit.programs_toy import Host, Toy, toy_params
+from tests.unit.programs_toy import Host, Toy, abstract_bits, toy_params
 
 # the rounds that most tests share: each is compiled once a process
 RECTANGLE = ProgramShape(ProgramKind.SPECULATIVE, 4, 4, 3, 16, 0, ProposalSource.COPY)
@@ -35,6 +35,7 @@ def compiled(shape: ProgramShape, model: Any, dims: Dims, dtype: str, draft: Any
         jax.eval_shape(lambda: new_state(model, dims, dtype, draft)),
         jax.ShapeDtypeStruct((control.int_size,), jnp.int32),
         jax.ShapeDtypeStruct((control.float_size,), jnp.float32),
+        *abstract_bits(shape, dims),
     )
     return jax.jit(build_program(shape, model, dims, dtype, draft), donate_argnums=1).lower(*arguments).compile()
 
@@ -77,13 +78,8 @@ class Rounds(Host):
             kept = tuple(jnp.full_like(rows, np.nan) for rows in fresh.mtp_hidden)
             self.state = self.state.replace(draft_kv=poisoned, mtp_hidden=kept)
 
-    def run(self, shape: ProgramShape, **fields: Any) -> dict[str, np.ndarray]:
-        ints, floats, parts = control_layout(shape, self.dims).new()
-        for name, value in fields.items():
-            parts[name][...] = value
-        program = compiled(shape, self.model, self.dims, self.dtype, self.draft)
-        self.state, (out_ints, out_floats) = program(self.params, self.state, ints, floats)
-        return completion_layout(shape, self.dims).split(np.asarray(out_ints), np.asarray(out_floats))
+    def program(self, shape: ProgramShape) -> Any:
+        return compiled(shape, self.model, self.dims, self.dtype, self.draft)
 
     def round(
         self, shape: ProgramShape, offers: Sequence[Offer | None], *, logprobs: bool = False,

@@ -48,7 +48,7 @@ class Counted:
     def __init__(self, fail_at: int | None = None) -> None:
         self.calls, self.fail_at = 0, fail_at
 
-    def __call__(self, params: Any, state: Any, ints: Any, floats: Any) -> Any:
+    def __call__(self, params: Any, state: Any, ints: Any, floats: Any, bits: Any) -> Any:
         self.calls += 1
         if self.calls == self.fail_at:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")

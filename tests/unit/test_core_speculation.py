@@ -201,7 +201,7 @@ def _drafted_program(shape: ProgramShape, model: Any, dims: Any, dtype: str, dra
     """`core_toy.build_program`; with a draft model it adds the draft's scale too."""
     inner = core_toy.build_program(shape, model, dims, dtype)
 
-    def program(params: Any, state: Any, ints: Any, floats: Any) -> Any:
+    def program(params: Any, state: Any, ints: Any, floats: Any, bits: Any = None) -> Any:
         if draft is not None:
             both = params["target"]["model"]["scale"] + params["draft"]["model"]["scale"]
             params = {"model": {"scale": both}}

@@ -14,7 +14,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from helios_jax.aot.abi import Dims, control_layout
 from helios_jax.aot.device_state import abstract_state, new_state
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
-from tests.unit.programs_toy import Toy, compiled, toy_params
+from tests.unit.programs_toy import Toy, compiled, no_bits, toy_params
 
 SHAPES = [
     ProgramShape(ProgramKind.INITIALIZE, 1, 0),
@@ -91,8 +91,8 @@ def test_a_stored_program_runs_after_loading(shape: ProgramShape) -> None:
     parts["page_table"][...] = 1 + np.arange(parts["page_table"].size).reshape(parts["page_table"].shape) % 64
     results = []
     for call in (program, loaded):
-        state = new_state(Toy(), dims, "float32")
-        after, (out_ints, out_floats) = call(jax.tree.map(jax.numpy.asarray, toy_params()), state, ints, floats)
+        state, weights = new_state(Toy(), dims, "float32"), jax.tree.map(jax.numpy.asarray, toy_params())
+        after, (out_ints, out_floats) = call(weights, state, ints, floats, *no_bits(shape, dims))
         assert state.pending_token.is_deleted()
         results.append([np.asarray(a) for a in (out_ints, out_floats, *jax.tree.leaves(after))])
     for a, b in zip(*results, strict=True):

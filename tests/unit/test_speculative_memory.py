@@ -14,7 +14,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from helios_jax.aot.abi import control_layout
 from helios_jax.aot.device_state import abstract_state, new_state
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
-from tests.unit.programs_toy import Toy, toy_params
+from tests.unit.programs_toy import Toy, no_bits, toy_params
 from tests.unit.speculative_toy import LEARNED, RAGGED, RECTANGLE, compiled, other_params
 from tests.unit.test_programs_memory import DIMS, WideToy, tree_bytes
 
@@ -62,7 +62,7 @@ def test_a_stored_round_runs_after_loading() -> None:
     weights = jax.tree.map(jax.numpy.asarray, {"target": toy_params(), "draft": other_params()})
     results = []
     for call in (program, loaded):
-        after, outputs = call(weights, new_state(Toy(), DIMS, "float32", Toy()), ints, floats)
+        after, outputs = call(weights, new_state(Toy(), DIMS, "float32", Toy()), ints, floats, *no_bits(LEARNED, DIMS))
         results.append([np.asarray(a) for a in (*outputs, after.pending_token, after.committed_len)])
     for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(a, b)

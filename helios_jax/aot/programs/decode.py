@@ -21,6 +21,7 @@ from helios_jax.aot.programs.attention import decode_attend
 from helios_jax.aot.programs.drafters import check_draft, make_drafter, split
 from helios_jax.aot.programs.lanes import address_lanes, read_lanes
 from helios_jax.aot.programs.logprobs import describe_if
+from helios_jax.aot.programs.masks import Mask
 from helios_jax.aot.programs.packing import assemble
 from helios_jax.aot.programs.sampling import Rows, record, sample
 from helios_jax.aot.programs.tiling import decode_tiling
@@ -35,7 +36,7 @@ def build_decode(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | N
     control, completion = control_layout(shape, dims), completion_layout(shape, dims)
     tiling = decode_tiling(dims, shape.batch_capacity)
 
-    def decode(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array) -> Result:
+    def decode(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array, bits: jax.Array) -> Result:
         fields, weights = control.split(ints, floats), split(params, draft)
         lanes = read_lanes(fields, True, state, dims)
         row, active, position = lanes.row, lanes.active, lanes.position
@@ -48,7 +49,7 @@ def build_decode(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | N
         logits = model.logits(weights.target, hidden)
 
         rows = Rows(row, active, position + 1)
-        sampled = sample(logits, rows, state)
+        sampled = sample(logits, rows, state, Mask(bits, fields["masked"][0] > 0))
         details = describe_if(fields["want_logprobs"][0] > 0, logits, sampled.token)
         committed = jnp.where(active, position + 1, 0)
         state = dataclasses.replace(

@@ -26,6 +26,7 @@ from helios_jax.aot.device_state import DeviceState
 from helios_jax.aot.programs.attention import prefill_attend
 from helios_jax.aot.programs.drafters import Fed, check_draft, make_drafter, split
 from helios_jax.aot.programs.logprobs import Logprobs, describe_if, nothing, score
+from helios_jax.aot.programs.masks import Mask
 from helios_jax.aot.programs.packing import Packed, address_tokens, assemble, pack
 from helios_jax.aot.programs.sampling import STATUS_OK, Rows, Sampled, record, sample
 from helios_jax.aot.programs.tiling import prefill_tiling
@@ -43,7 +44,7 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | 
     control, completion = control_layout(shape, dims), completion_layout(shape, dims)
     tiling = prefill_tiling(dims, shape.batch_capacity, shape.token_capacity)
 
-    def prefill(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array) -> Result:
+    def prefill(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array, bits: jax.Array) -> Result:
         fields, weights = control.split(ints, floats), split(params, draft)
         tables, start = fields["page_table"], fields["start"]
         slot = fields["slot"]
@@ -57,7 +58,7 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | 
         attend = prefill_attend(tables, packed, query_len, start, address, tiling)
         hidden, kv = model.forward(weights.target, tokens, packed.position, state.kv, attend)
         state = dataclasses.replace(state, kv=kv)
-        state = _count_prompt(state, row[packed.row], packed, valid, tokens)
+        state = count_prompt(state, row[packed.row], packed, valid, tokens)
         end = jnp.where(active, start + query_len, 0)
         rows = Rows(row, active & (fields["sample"] > 0), end)
         ending = jnp.clip(packed.offset + query_len - 1, 0, shape.token_capacity - 1)
@@ -67,7 +68,8 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | 
             fed = Fed(row, tables, packed._replace(valid=valid), query_len, start, tokens)
             state = drafter.follow_prompt(state, fed, hidden, tiling)
             state = drafter.remember(state, row, last)
-        sampled, details = _first_token(model, weights.target, last, rows, state, fields["want_logprobs"][0])
+        mask = Mask(bits, fields["masked"][0] > 0)
+        sampled, details = _first_token(model, weights.target, last, rows, state, fields["want_logprobs"][0], mask)
         state = dataclasses.replace(
             state,
             committed_len=state.committed_len.at[row].set(end),
@@ -85,7 +87,7 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | 
     return prefill
 
 
-def _count_prompt(
+def count_prompt(
     state: DeviceState, slot: jax.Array, packed: Packed, valid: jax.Array, tokens: jax.Array
 ) -> DeviceState:
     """Marks prompt tokens [T] as seen and counts earlier output among them."""
@@ -101,14 +103,14 @@ def _count_prompt(
 
 
 def _first_token(
-    model: Model, params: Params, last: jax.Array, rows: Rows, state: DeviceState, wanted: jax.Array
+    model: Model, params: Params, last: jax.Array, rows: Rows, state: DeviceState, wanted: jax.Array, mask: Mask
 ) -> tuple[Sampled, Logprobs]:
     """Samples from the `last` [B, D] hidden rows; skips the vocabulary when no row samples."""
     count = last.shape[0]
 
     def some() -> tuple[Sampled, Logprobs]:
         logits = model.logits(params, last)
-        sampled = sample(logits, rows, state)
+        sampled = sample(logits, rows, state, mask)
         return sampled, describe_if(wanted > 0, logits, sampled.token)
 
     def none() -> tuple[Sampled, Logprobs]:

@@ -1,7 +1,7 @@
 """One token a row from raw logits, by the settings of the row's slot.
 
-Order: repetition, frequency and presence penalty; logit bias; then greedy (temperature 0),
-or temperature, min-p, top-k, top-p and a draw. Meanings are vLLM's: the repetition penalty
+Order: repetition, frequency and presence penalty; logit bias; the mask of allowed tokens; then greedy
+(temperature 0), or temperature, min-p, top-k, top-p and a draw. Meanings are vLLM's: the repetition penalty
 sees prompt and output, the other two the output alone.
 
 Randomness: key = fold(fold(request seed, position of the sampled token), purpose), and the
@@ -26,6 +26,7 @@ from jax import lax
 
 from helios_jax.aot.device_state import DeviceState
 from helios_jax.aot.programs.filters import keep_min_p, keep_top_k, keep_top_p
+from helios_jax.aot.programs.masks import Mask, allow
 
 PURPOSE_SAMPLE = 0  # the target's own draws: plain tokens, replacements and bonus tokens
 PURPOSE_DRAFT = 1  # proposals of a draft model
@@ -33,6 +34,7 @@ PURPOSE_ACCEPT = 2  # the decision about a proposal
 LEAST_DIVISOR = 1e-30  # a denormal penalty would be flushed to 0, and 0 / 0 is NaN
 STATUS_OK = 0
 STATUS_NOT_FINITE = 1
+STATUS_NOTHING_ALLOWED = 2
 
 
 class Rows(NamedTuple):
@@ -59,16 +61,17 @@ class Sampled(NamedTuple):
     status: jax.Array
 
 
-def sample(logits: jax.Array, rows: Rows, state: DeviceState) -> Sampled:
+def sample(logits: jax.Array, rows: Rows, state: DeviceState, mask: Mask | None = None) -> Sampled:
     """Samples one token a row.
 
     Args:
         logits: [R, V] float32, raw. A row with a NaN or an infinity yields token -1 and status 1.
+        mask: What each row may sample; None = everything. A row that may sample nothing yields -1 and status 2.
 
     Cost: O(R V); filters add about 50 passes over the logits, only if a row uses them.
     """
     finite = jnp.isfinite(logits).all(axis=1)
-    shaped = shape_logits(logits, rows, state)
+    shaped, possible = allow(shape_logits(logits, rows, state), mask)
     greedy = jnp.argmax(shaped, axis=1).astype(jnp.int32)
     random = is_random(rows, state)
 
@@ -76,8 +79,14 @@ def sample(logits: jax.Array, rows: Rows, state: DeviceState) -> Sampled:
         return jnp.where(random, draw(log_weights(shaped, rows, state), rows, state, PURPOSE_SAMPLE), greedy)
 
     token = lax.cond(random.any(), sampled, lambda: greedy)
-    token = jnp.where(rows.active & finite, token, -1)
-    return Sampled(token, jnp.where(rows.active & ~finite, STATUS_NOT_FINITE, STATUS_OK))
+    token = jnp.where(rows.active & finite & possible, token, -1)
+    return Sampled(token, failure(rows.active, finite, possible))
+
+
+def failure(active: jax.Array, finite: jax.Array, possible: jax.Array) -> jax.Array:
+    """[R] status of rows by whether their logits are finite and their masks allow a token."""
+    status = jnp.where(finite, jnp.where(possible, STATUS_OK, STATUS_NOTHING_ALLOWED), STATUS_NOT_FINITE)
+    return jnp.where(active, status, STATUS_OK)
 
 
 def is_random(rows: Rows, state: DeviceState) -> jax.Array:

@@ -33,6 +33,7 @@ from helios_jax.aot.programs.draft import propose
 from helios_jax.aot.programs.drafters import Drafter, Fed, check_draft, make_drafter, split
 from helios_jax.aot.programs.lanes import Lanes, read_lanes
 from helios_jax.aot.programs.logprobs import Logprobs, describe_if
+from helios_jax.aot.programs.masks import Mask
 from helios_jax.aot.programs.packing import address_tokens, assemble
 from helios_jax.aot.programs.proposals import Proposals
 from helios_jax.aot.programs.tiling import verify_tiling
@@ -53,14 +54,24 @@ def check_round(shape: ProgramShape, model: Model, draft: Draft | None) -> None:
     Raises:
         ValueError: What does not fit, with the numbers.
     """
-    depth, rows, source = shape.proposal_depth, shape.packed_capacity, shape.proposal_source
+    rows = shape.packed_capacity
     if not shape.batch_capacity <= rows <= shape.batch_capacity * shape.token_capacity:
         raise ValueError(f"{shape.name}: {rows} packed rows must lie between B and B x W")
+    check_source(shape, draft)
+    check_draft(model, draft)
+
+
+def check_source(shape: ProgramShape, draft: Draft | None) -> None:
+    """Refuses proposals that nobody could make.
+
+    Raises:
+        ValueError: They have no source, or a learned one without a draft.
+    """
+    depth, source = shape.proposal_depth, shape.proposal_source
     if depth and source is ProposalSource.NONE:
         raise ValueError(f"{shape.name}: {depth} proposals need a source")
     if depth and source is ProposalSource.LEARNED and draft is None:
         raise ValueError(f"{shape.name}: learned proposals need a draft model or heads")
-    check_draft(model, draft)
 
 
 def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | None = None) -> Program:
@@ -77,12 +88,12 @@ def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Draf
     width = lane_width(shape)
     tiling = verify_tiling(dims, shape.batch_capacity, width)
 
-    def speculative(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array) -> Result:
+    def speculative(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array, bits: jax.Array) -> Result:
         fields, weights = control.split(ints, floats), split(params, draft)
         lanes = read_lanes(fields, fields["limit"] > 0, state, dims)
         drafter = make_drafter(draft, model, weights, dims)
         state, proposals = make_proposals(shape, fields, lanes, state, dims, drafter)
-        lengths = target_rows(shape, fields, lanes, proposals)
+        lengths = target_rows(shape, fields["limit"], fields["slot"], lanes, proposals)
         block = pack_block(lanes, proposals, lengths, shape.packed_capacity)
         packed, tables = block.packed, lanes.tables
         address = address_tokens(tables, packed.row, packed.position, packed.valid, dims.page_size, dims.num_pages)
@@ -91,7 +102,8 @@ def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Draf
         logits = model.logits(weights.target, hidden)
 
         state = dataclasses.replace(state, kv=kv)
-        verdict = judge(logits, block, proposals, state, width)
+        mask = packed_mask(bits, fields["masked"], block, shape.token_capacity)
+        verdict = judge(logits, block, proposals, state, width, mask)
         details = describe_block(fields["want_logprobs"][0] > 0, logits, block, verdict, shape.token_capacity)
         if drafter is not None:
             own = proposals.log_q is not None
@@ -118,13 +130,20 @@ def make_proposals(
     return state, proposing.copied(fields["proposal"], fields["confidence"], fields["calibration"], lanes, dims)
 
 
-def target_rows(shape: ProgramShape, fields: Mapping[str, jax.Array], lanes: Lanes, proposals: Proposals) -> jax.Array:
-    """[B] target rows of each lane, 0 where inactive; their sum is at most P."""
-    ceiling = jnp.clip(fields["limit"], 0, jnp.minimum(proposals.available + 1, lane_width(shape)))
+def target_rows(
+    shape: ProgramShape, limit: jax.Array, slot: jax.Array, lanes: Lanes, proposals: Proposals
+) -> jax.Array:
+    """[B] target rows of each lane, at most `limit` [B], 0 where inactive; their sum is at most P."""
+    ceiling = jnp.clip(limit, 0, jnp.minimum(proposals.available + 1, lane_width(shape)))
     ceiling = jnp.where(lanes.active, ceiling, 0)
     if shape.allocation is Allocation.QUERY_LENGTH:
         return fit(ceiling, shape.packed_capacity)
-    return allocate(proposals.joint, ceiling, fields["slot"], shape.packed_capacity)
+    return allocate(proposals.joint, ceiling, slot, shape.packed_capacity)
+
+
+def packed_mask(bits: jax.Array, masked: jax.Array, block: Block, columns: int) -> Mask:
+    """The mask of the packed rows, from the `columns` = W rows a lane that the host sends."""
+    return Mask(bits, masked[0] > 0).rows(block.packed.row * columns + jnp.minimum(block.depth, columns - 1))
 
 
 def keep_context(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Concatenate
 
 import jax
 
@@ -12,7 +13,7 @@ from helios_jax.models.interface import Params
 
 Vectors = tuple[jax.Array, jax.Array]  # int32 and float32, see aot/abi.py
 Result = tuple[DeviceState, Vectors]
-Program = Callable[[Params, DeviceState, jax.Array, jax.Array], Result]
+Program = Callable[Concatenate[Params, DeviceState, jax.Array, jax.Array, ...], Result]  # and bits if it samples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

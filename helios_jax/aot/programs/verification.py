@@ -14,8 +14,8 @@ the target's distribution:
   draw from max(p - q, 0), normalised (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023,
   arXiv 2302.01318).
 
-A row whose logits are not finite cannot be used, nor can the rows behind it; if it is row 0 the
-lane fails, as in plain decode.
+A row whose logits are not finite, or whose mask allows no token, cannot be used, nor can the rows
+behind it; if it is row 0 the lane fails, as in plain decode.
 
 Axis letters: B lanes, W target rows a lane, T = P packed rows, D proposals a lane, V vocabulary.
 """
@@ -30,15 +30,15 @@ from jax import lax
 
 from helios_jax.aot.device_state import DeviceState
 from helios_jax.aot.programs.lanes import Lanes
+from helios_jax.aot.programs.masks import Mask, allow
 from helios_jax.aot.programs.packing import Packed, pack
 from helios_jax.aot.programs.proposals import Proposals
 from helios_jax.aot.programs.sampling import (
     PURPOSE_ACCEPT,
     PURPOSE_SAMPLE,
-    STATUS_NOT_FINITE,
-    STATUS_OK,
     Rows,
     draw,
+    failure,
     is_random,
     log_weights,
     shape_logits,
@@ -119,23 +119,26 @@ def grid_index(block: Block, width: int) -> jax.Array:
     return jnp.clip(index, 0, block.depth.shape[0] - 1)
 
 
-def judge(logits: jax.Array, block: Block, proposals: Proposals, state: DeviceState, width: int) -> Verdict:
+def judge(
+    logits: jax.Array, block: Block, proposals: Proposals, state: DeviceState, width: int, mask: Mask | None = None
+) -> Verdict:
     """The verdict on a block.
 
     Args:
         logits: [T, V] float32, raw, after each row's token.
         width: W, the most rows of a lane.
+        mask: What each packed row may sample; None = everything.
     """
     index, step = grid_index(block, width), jnp.arange(width, dtype=jnp.int32)
     finite = jnp.isfinite(logits).all(axis=1)
-    usable = _leading(finite[index] & (step < block.lengths[:, None]))
+    shaped, possible = allow(shape_logits(logits, block.rows, state), mask)
+    usable = _leading((finite & possible)[index] & (step < block.lengths[:, None]))
     offered = jnp.maximum(usable - 1, 0)
     depth, lane = block.depth, block.packed.row
     proposal = jnp.full(depth.shape, -1, jnp.int32)
     if proposals.token.shape[1]:
         following = jnp.minimum(depth, proposals.token.shape[1] - 1)
         proposal = jnp.where(depth < offered[lane], proposals.token[lane, following], -1)
-    shaped = shape_logits(logits, block.rows, state)
     grid = _Grid(index, step < offered[:, None])
     if proposals.log_q is None:
         rows = _judge_points(shaped, block, proposal, state)
@@ -153,7 +156,7 @@ def judge(logits: jax.Array, block: Block, proposals: Proposals, state: DeviceSt
         offered=offered,
         accepted=accepted,
         survival=_columns(jnp.cumprod(ratio, axis=1), proposals.token.shape[1]),
-        status=jnp.where(active & (usable == 0), STATUS_NOT_FINITE, STATUS_OK),
+        status=failure(active, finite[index[:, 0]], possible[index[:, 0]]),
     )
 
 
