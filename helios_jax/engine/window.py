@@ -19,7 +19,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from helios_jax.engine.copy_index import Copy
@@ -81,6 +81,9 @@ class Window:
 
     def __len__(self) -> int:
         return len(self._outstanding)
+
+    def __iter__(self) -> Iterator[Outstanding]:
+        return iter(self._outstanding)
 
     @property
     def is_failed(self) -> bool:
