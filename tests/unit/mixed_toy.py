@@ -36,13 +36,17 @@ class Joint(Rounds):
         self, shape: ProgramShape, rows: Sequence[Row], *, logprobs: bool = False,
         calibration: tuple[float, float] = IDENTITY,
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """One execution; lanes beyond `rows` are inactive, and what no lane uses holds nonsense."""
+        """One execution; lanes beyond `rows` are inactive, and what no lane uses holds nonsense.
+
+        `bits`, if they are set, are read.
+        """
         b, d = shape.batch_capacity, shape.proposal_depth
         fields: dict[str, Any] = {
             "slot": np.full(b, self.dims.slots, np.int32),
             "query_len": np.zeros(b, np.int32),
             "page_table": np.zeros((b, self.dims.pages_per_slot), np.int32),
             "want_logprobs": int(logprobs),
+            "masked": int(self.bits is not None),
             "prefill_row": -1,
             "tokens": np.full(shape.prefill_capacity, VOCAB + 7, np.int32),
         }

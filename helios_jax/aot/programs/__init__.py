@@ -1,9 +1,10 @@
 """The physical programs: one function a kind, built for one static shape.
 
-    (params, state, ints, floats) -> (state, (ints, floats))
+    (params, state, ints, floats[, bits]) -> (state, (ints, floats))
 
-The state is donated. Control and completion vectors are laid out by `aot/abi.py`. In a core with
-a draft model or heads `params` is {"target": ..., "draft": ...} for every program.
+The state is donated. Control and completion vectors are laid out by `aot/abi.py`, and so are the
+`bits` of allowed tokens, which programs that sample take. In a core with a draft model or heads
+`params` is {"target": ..., "draft": ...} for every program.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from helios_jax.aot.abi import Dims
 from helios_jax.aot.programs.decode import build_decode
 from helios_jax.aot.programs.initialize import build_initialize
+from helios_jax.aot.programs.mixed import build_mixed
 from helios_jax.aot.programs.prefill import build_prefill
 from helios_jax.aot.programs.speculative import build_speculative
 from helios_jax.aot.programs.types import Program
@@ -40,7 +42,9 @@ def build_program(shape: ProgramShape, model: Model, dims: Dims, dtype: str, dra
             return build_decode(shape, model, dims, draft)
         case ProgramKind.SPECULATIVE:
             return build_speculative(shape, model, dims, draft)
+        case ProgramKind.MIXED:
+            return build_mixed(shape, model, dims, draft)
         case kind:
             raise ValueError(
-                f"there is no program of kind {kind}; this version has initialize, prefill, decode and speculative"
+                f"there is no program of kind {kind}; this version has initialize, prefill, decode, speculative, mixed"
             )
