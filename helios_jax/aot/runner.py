@@ -1,7 +1,8 @@
 """Runs the programs of a core on its device, one after the other, without blocking.
 
 1. `submit` passes (params, state, control) to an executable; the call returns before the
-   device is done, with the new state and completion as promises.
+   device is done, with the new state and completion as promises. The next frame may be given
+   such a promise as its state: it is queued on the device, and the host waits for nothing.
 2. The completion watcher, a thread, waits for each frame in turn, takes its end time and
    copies the completion to the host.
 3. `InFlight.wait` hands the completion over, or raises what went wrong.
@@ -30,13 +31,17 @@ MAX_IN_FLIGHT = 2  # frames; the architecture's bound on the submission window
 
 
 class InFlight:
-    """One submitted frame, until its completion is on the host."""
+    """One submitted frame, until its completion is on the host.
+
+    Attributes:
+        dispatch_ns: When it was submitted, `time.monotonic_ns`.
+        end_ns: When the watcher saw its end; 0 before.
+        queued: Whether another frame was in flight at its submission.
+    """
 
     def __init__(self, shape: ProgramShape, outputs: tuple[jax.Array, jax.Array], dispatch_ns: int, queued: bool):
-        self.shape = shape
+        self.shape, self.dispatch_ns, self.end_ns, self.queued = shape, dispatch_ns, 0, queued
         self._outputs: tuple[Any, Any] = outputs
-        self._dispatch_ns = dispatch_ns
-        self._queued = queued
         self._done = threading.Event()
         self._timing: ExecutionTiming | None = None
         self._error: BaseException | None = None
@@ -71,9 +76,9 @@ class InFlight:
         except BaseException as error:  # whatever it is, the waiter must hear of it
             end = time.monotonic_ns()
             self._error = error
-        start = max(self._dispatch_ns, previous_end_ns)
-        wall = end - self._dispatch_ns
-        self._timing = ExecutionTiming(device_ns=(end - start,), wall_ns=wall, queued=self._queued)
+        self.end_ns, start = end, max(self.dispatch_ns, previous_end_ns)
+        wall = end - self.dispatch_ns
+        self._timing = ExecutionTiming(device_ns=(end - start,), wall_ns=wall, queued=self.queued)
         return end
 
 
