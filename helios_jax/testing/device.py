@@ -221,7 +221,7 @@ class FakeRunner:
                 raise ValueError(f"the fake device has no {kind} program")
 
     def _guarded(self, hook: Callable[[], object]) -> None:
-        """A failed execution loses the donated state, as on a real device."""
+        """A failure loses the donated state, as on a real device; what was submitted before it is sound."""
         try:
             hook()
         except Exception as error:

@@ -1,0 +1,195 @@
+"""The whole engine through whole histories, each made of one seed (see `world`).
+
+`FAILED` keeps every seed that ever found something, with what it found.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helios_jax.engine.drafting import Drafting
+from helios_jax.engine.publication import Publisher
+from helios_jax.engine.request import Sequence
+from helios_jax.engine.roster import Roster
+from helios_jax.scheduler import completion, lifecycle, retirement
+from helios_jax.scheduler.state import state_digest
+from tests.simulation.world import World
+from tests.simulation.world_clients import PLACES
+from tests.simulation.world_faults import LIES
+
+FAILED: tuple[tuple[int, int, str], ...] = ()  # (seed, events, what it found)
+CASES, SEEDS, EVENTS = 10, 10, 1000  # 100,000 events at least; the cases are shared among test processes
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Engines are stopped on purpose here, and say so at length."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def lived(seed: int, events: int, dumps: Path, **options: Any) -> World:
+    """A world that has run; what it found wrong says by which seed."""
+    try:
+        return World(seed, events, dumps=dumps, **options).run()
+    except BaseException as error:
+        raise AssertionError(f"seed {seed}, {events} events, {options}: {error}") from error
+
+
+def test_five_thousand_events(tmp_path: Path) -> None:
+    worlds = [lived(seed, 1000, tmp_path) for seed in range(5)]
+    assert sum(world.events for world in worlds) >= 5000
+    assert sum(world.idles for world in worlds) > 50
+    assert sum(world.seen["2 frames in flight"] for world in worlds) > 100
+
+
+def test_seeds_that_failed_once(tmp_path: Path) -> None:
+    for seed, events, _ in FAILED:
+        lived(seed, events, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(CASES))
+def test_a_hundred_thousand_events(case: int, tmp_path: Path) -> None:
+    seen: collections.Counter[str] = collections.Counter()
+    worlds = [lived(1000 + SEEDS * case + number, EVENTS, tmp_path) for number in range(SEEDS)]
+    for world in worlds:
+        seen += world.seen
+    assert sum(world.events for world in worlds) >= SEEDS * EVENTS
+    for what in (
+        "2 frames in flight",
+        "device error",
+        "submit error",
+        "clock jump",
+        "foreign completion",
+        "not finite",
+    ):
+        assert seen[what], f"no {what} in {dict(seen)}"
+
+
+@pytest.mark.slow
+def test_clients_leave_everywhere(tmp_path: Path) -> None:
+    """Every place that a request can be at when it is cancelled was met, and more than once."""
+    left: collections.Counter[str] = collections.Counter()
+    for seed in range(2000, 2012):
+        world = lived(seed, 800, tmp_path, max_slots=3, async_scheduling=True)
+        for place in PLACES:
+            left[place] += sum(count for what, count in world.seen.items() if what.startswith(f"left {place}"))
+    assert {place for place in PLACES if left[place] < 2} == set()
+
+
+@pytest.mark.slow
+def test_fresh_seeds(tmp_path: Path) -> None:
+    for _ in range(5):
+        lived(secrets.randbits(48), 1000, tmp_path)
+
+
+@pytest.mark.parametrize("lie", sorted(LIES))
+def test_a_malformed_completion_stops_the_engine_and_everybody_is_answered(lie: str, tmp_path: Path) -> None:
+    options = {"spec_method": "draft", "num_draft_tokens": 2, "spec_width": "adaptive", "max_slots": 2}
+    assert any(lived(seed, 200, tmp_path, lie=lie, **options).is_dead for seed in range(100, 104))
+
+
+def test_a_seed_is_a_whole_history(tmp_path: Path) -> None:
+    first, second = (lived(7, 300, tmp_path) for _ in range(2))
+    assert state_digest(first.rig.engine.scheduler.state) == state_digest(second.rig.engine.scheduler.state)
+    assert first.seen == second.seen
+    assert [client.text for client in first.clients.values()] == [client.text for client in second.clients.values()]
+
+
+def test_a_clock_that_runs_backwards_is_refused_and_everybody_is_answered(tmp_path: Path) -> None:
+    """`advance_to` says so: the engine stops; nobody waits for ever."""
+    world = World(3, 400, dumps=tmp_path, max_slots=2)
+    world.clock.after(300_000_000, lambda: world.clock.step_back(200_000_000))
+    with pytest.raises(Exception, match="backwards"):
+        world.run()
+    assert world.is_dead
+    assert [name for name, client in world.clients.items() if client.problem(world)] == []
+
+
+# ---- the worlds would notice
+
+
+def _frees_early(patch: pytest.MonkeyPatch) -> None:
+    """Slots and pages go back although frames that name them are outstanding."""
+    release = retirement.release
+
+    def early(state: Any) -> Any:
+        import dataclasses
+
+        freed = release(dataclasses.replace(state, frames=()))
+        return dataclasses.replace(freed, frames=state.frames)
+
+    patch.setattr(retirement, "release", early)
+    patch.setattr(completion, "release", early)
+
+
+def _forgets_no_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Drafting, "forget", lambda self, handle: None)
+
+
+def _loses_a_token(patch: pytest.MonkeyPatch) -> None:
+    push = Sequence.push
+    patch.setattr(
+        Sequence, "push", lambda self, token, ends_output: len(self.token_ids) == 5 or push(self, token, ends_output)
+    )
+
+
+def _never_cancels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lifecycle, "cancel", lambda state, handle: state)
+
+
+def _spares_the_lost(patch: pytest.MonkeyPatch) -> None:
+    """After a device error, requests go on with state that is gone."""
+    fail = Roster.fail
+    patch.setattr(Roster, "fail", lambda self, request, error: "device" in str(error) or fail(self, request, error))
+
+
+def _delivers_twice(patch: pytest.MonkeyPatch) -> None:
+    flush = Publisher.flush
+
+    def twice(self: Any) -> None:
+        batches = dict(self._batches)
+        for request in self._dirty:
+            if request.has_news and len(request.sequences[0].token_ids) == 4:
+                batches.setdefault(request.sink, []).append((request, request.take_output()))
+        self._batches = batches
+        for sink, batch in batches.items():
+            sink.deliver(list(batch))
+        flush(self)
+
+    patch.setattr(Publisher, "flush", twice)
+
+
+PLANTED: tuple[tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]], ...] = (
+    (_frees_early, {}),
+    (_forgets_no_copies, {"spec_method": "copy", "num_draft_tokens": 2}),
+    (_loses_a_token, {}),
+    (_never_cancels, {}),
+    (_spares_the_lost, {"rates": {"device_error": 0.05}}),
+    (_delivers_twice, {}),
+)
+
+
+@pytest.mark.parametrize(("plant", "options"), PLANTED)
+def test_a_planted_fault_is_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None], options: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plant(monkeypatch)
+    noticed = []
+    for seed in range(300, 304):
+        try:
+            World(seed, 200, dumps=tmp_path, max_slots=2, **options).run()
+        except Exception as error:
+            noticed.append(error)
+            break
+    assert noticed
