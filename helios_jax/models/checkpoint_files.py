@@ -49,6 +49,36 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return self.num_rows * self.row_bytes
 
+    @property
+    def pieces(self) -> tuple[StoredTensor, ...]:
+        """What lies in one place of a file each: the tensor itself, unless it is joined of others."""
+        return (self,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinedTensor(StoredTensor):
+    """A tensor whose elements are those of `parts`, one part after the other. Its own place is the first one's."""
+
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def pieces(self) -> tuple[StoredTensor, ...]:
+        return self.parts
+
+
+def join(parts: tuple[StoredTensor, ...], shape: tuple[int, ...]) -> JoinedTensor:
+    """The tensor of `shape` that `parts` are in row-major order; their elements must be as many."""
+    first = parts[0]
+    return JoinedTensor(
+        path=first.path,
+        offset=first.offset,
+        shape=shape,
+        row_bytes=sum(part.num_bytes for part in parts) // max(1, shape[0]),
+        decode=first.decode,
+        encoding=first.encoding,
+        parts=parts,
+    )
+
 
 def one_line(error: BaseException) -> str:
     """The message of a foreign exception on one line; its type where it says nothing."""
@@ -81,6 +111,8 @@ def read_tensor(tensor: StoredTensor, dtype: np.dtype, row_order: np.ndarray | N
     Raises:
         CheckpointError: The file cannot be read, ends early or holds a damaged block.
     """
+    if isinstance(tensor, JoinedTensor):
+        return _read_joined(tensor, dtype)
     rows = tensor.num_rows
     out = np.empty((rows, math.prod(tensor.shape[1:])), dtype)
     block = max(1, BLOCK_BYTES // max(1, tensor.row_bytes))
@@ -97,6 +129,16 @@ def read_tensor(tensor: StoredTensor, dtype: np.dtype, row_order: np.ndarray | N
                     out[where] = tensor.decode(raw.reshape(stop - start, tensor.row_bytes)).reshape(stop - start, -1)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{tensor.path} cannot be read: {one_line(error)}") from error
+    return out.reshape(tensor.shape)
+
+
+def _read_joined(tensor: JoinedTensor, dtype: np.dtype) -> np.ndarray:
+    """Part after part into one array: its size and one part of host memory."""
+    out, done = np.empty(math.prod(tensor.shape), dtype), 0
+    for part in tensor.parts:
+        size = math.prod(part.shape)
+        out[done : done + size] = read_tensor(part, dtype).ravel()
+        done += size
     return out.reshape(tensor.shape)
 
 

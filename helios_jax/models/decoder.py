@@ -1,7 +1,8 @@
-"""The dense pre-norm decoder that Llama, Mistral, Qwen2 and Qwen3 share.
+"""The pre-norm decoder that Llama, Mistral and the Qwen families share.
 
-x_0 = embed[tokens]; in each layer x += attention(norm(x)), x += feed_forward(norm(x));
-logits = lm_head(norm(x_L)). Families differ only by the fields of `DecoderConfig`.
+x_0 = embed[tokens]; in each layer x += mixer(norm(x)), x += feed_forward(norm(x));
+logits = lm_head(norm(x_L)). The mixer is attention or, in hybrid models, Gated DeltaNet; the
+feed-forward part is dense or a mixture of experts. Families differ only by the fields of `DecoderConfig`.
 
 Life of a `DecoderModel`: 1. a family file makes a config; 2. the module tree is built once,
 abstractly; 3. inside each traced program it is merged with the arrays it is given. Layers
@@ -20,8 +21,11 @@ import numpy as np
 from flax import nnx
 
 from helios_jax.errors import CheckpointError
+from helios_jax.models.delta_net import GatedDeltaNet
+from helios_jax.models.experts import ExpertsConfig, MixtureOfExperts
+from helios_jax.models.gated_delta import GatedDeltaConfig
 from helios_jax.models.graph import ModuleGraph
-from helios_jax.models.interface import Attend, AttentionSpec, LayerCache, Params
+from helios_jax.models.interface import Attend, AttentionSpec, LayerCache, Params, Recur, RecurrentSpec
 from helios_jax.models.layers import Attention, Embedding, FeedForward, Linear, RMSNorm, linear
 from helios_jax.models.rope import RopeConfig, inverse_frequencies, rotation
 
@@ -39,19 +43,21 @@ _POSITIVE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Everything that decides the equations and shapes of one dense decoder.
+    """Everything that decides the equations and shapes of one decoder.
 
     Attributes:
         family: Name of the registered family.
         vocab_size, hidden_size, intermediate_size: V, D, F.
         num_heads, num_kv_heads, head_dim: N, K, H; N is a multiple of K, H is even.
-        windows: One entry a layer: keys at positions <= query - window are masked; None = all seen.
+        windows: One entry a layer: keys at positions <= query - window are masked; None = all seen, or no attention.
         qkv_bias, output_bias, mlp_bias: Which projections add a bias.
         qk_norm: RMSNorm over H on q and k before the rotation (Qwen3).
         zero_centred_norms: Norms multiply by 1 + w (Qwen3-Next, Qwen3.5).
         output_gate: q_proj also gives a gate of [N, H]; its sigmoid multiplies what the heads mixed (the same).
         mtp_layers: Decoder layers of the multi-token-prediction heads, 0 or 1.
         tie_word_embeddings: The output matrix is the embedding matrix.
+        recurrent: The layers that are Gated DeltaNet instead of attention; None = none is.
+        experts: The layers whose feed-forward part is a mixture; None = none is.
 
     Raises:
         CheckpointError: The fields contradict each other; the message names them.
@@ -77,6 +83,8 @@ class DecoderConfig:
     output_gate: bool = False
     mtp_layers: int = 0
     tie_word_embeddings: bool = False
+    recurrent: GatedDeltaConfig | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -92,9 +100,16 @@ class DecoderConfig:
             raise CheckpointError(f"{len(self.windows)} layer types are given for {self.num_layers} layers")
         if any(window is not None and window < 1 for window in self.windows):
             raise CheckpointError(f"a sliding window must be positive: {self.windows}")
+        for part in (self.recurrent, self.experts):
+            if part is not None and len(part.layers) != self.num_layers:
+                raise CheckpointError(f"{len(part.layers)} layer types are given for {self.num_layers} layers")
         if self.mtp_layers not in (0, 1):
             raise CheckpointError(f"multi-token prediction with {self.mtp_layers} layers is not supported; one is")
         inverse_frequencies(self.rope, self.head_dim)  # raises where the factors do not fit
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether the layer is Gated DeltaNet; the others attend."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
 
     def digest(self) -> str:
         """sha256 over the configuration; equal digests mean equal programs."""
@@ -113,26 +128,50 @@ def norm_of(config: DecoderConfig, width: int, dtype: jax.typing.DTypeLike) -> R
     return RMSNorm(width, config.rms_norm_eps, dtype, config.zero_centred_norms)
 
 
-class DecoderLayer(nnx.Module):
-    """One attention and one feed-forward part, each behind its norm and beside its residual."""
+def feed_forward(config: DecoderConfig, mixture: bool, dtype: jax.typing.DTypeLike) -> nnx.Module:
+    """The feed-forward part of a layer."""
+    if mixture and config.experts is not None:
+        return MixtureOfExperts(config.experts, config.hidden_size, dtype)
+    return FeedForward(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype)
 
-    def __init__(self, config: DecoderConfig, dtype: jax.typing.DTypeLike) -> None:
-        self.input_layernorm = norm_of(config, config.hidden_size, dtype)
-        self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = norm_of(config, config.hidden_size, dtype)
-        self.mlp = FeedForward(config, dtype)
+
+class DecoderLayer(nnx.Module):
+    """A mixer and a feed-forward part, each behind its norm and beside its residual.
+
+    Args:
+        layer: Index in the model, or None for that of multi-token-prediction heads: it attends, and has
+            a mixture where the model has any.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int | None, dtype: jax.typing.DTypeLike) -> None:
+        width, eps, experts = config.hidden_size, config.rms_norm_eps, config.experts
+        recurrent = config.recurrent if layer is not None and config.is_recurrent(layer) else None
+        self.input_layernorm = norm_of(config, width, dtype)
+        self.linear_attn = GatedDeltaNet(recurrent, width, eps, dtype) if recurrent is not None else None
+        self.self_attn = Attention(config, dtype) if recurrent is None else None
+        self.post_attention_layernorm = norm_of(config, width, dtype)
+        mixture = experts is not None and (any(experts.layers) if layer is None else experts.layers[layer])
+        self.mlp = feed_forward(config, mixture, dtype)
 
     def __call__(
         self,
         x: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array],
-        spec: AttentionSpec,
+        spec: AttentionSpec | RecurrentSpec,
         cache: LayerCache,
         attend: Attend,
+        recur: Recur | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """x [T, D] -> ([T, D], cache)."""
-        attended, cache = self.self_attn(self.input_layernorm(x), cos_sin, spec, cache, attend)
-        x = x + attended
+        normed = self.input_layernorm(x)
+        if self.self_attn is not None and isinstance(spec, AttentionSpec):
+            mixed, cache = self.self_attn(normed, cos_sin, spec, cache, attend)
+        else:
+            assert self.linear_attn is not None
+            assert isinstance(spec, RecurrentSpec)
+            assert recur is not None
+            mixed, cache = self.linear_attn(normed, spec, cache, recur)
+        x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
@@ -141,7 +180,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, dtype: jax.typing.DTypeLike) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nnx.List([DecoderLayer(config, dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List([DecoderLayer(config, i, dtype) for i in range(config.num_layers)])
         self.norm = norm_of(config, config.hidden_size, dtype)
 
 
@@ -155,7 +194,7 @@ class CausalDecoder(nnx.Module):
 
 
 class DecoderModel:
-    """The `Model` of every dense family: configuration and graph, never weights."""
+    """The `Model` of every decoder family: configuration and graph, never weights."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
@@ -163,26 +202,38 @@ class DecoderModel:
         self.family = config.family
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
-        self.attention_layers = tuple(attention_spec(config, i, window) for i, window in enumerate(config.windows))
+        windows = [(i, window) for i, window in enumerate(config.windows) if not config.is_recurrent(i)]
+        self.attention_layers = tuple(attention_spec(config, i, window) for i, window in windows)
+        layers = range(config.num_layers)
+        recurrent = config.recurrent
+        self.recurrent_layers = (
+            () if recurrent is None else tuple(recurrent.spec(i) for i in layers if recurrent.layers[i])
+        )
 
     def abstract_params(self, dtype: jax.typing.DTypeLike) -> Params:
         """The parameter tree as ShapeDtypeStructs of `dtype`; allocates nothing."""
         return self._graph.abstract_params(dtype)
 
     def forward(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, caches: tuple[LayerCache, ...], attend: Attend
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        self, params: Params, tokens: jax.Array, positions: jax.Array, caches: tuple[LayerCache, ...], attend: Attend,
+        recur: Recur | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:  # fmt: skip
         """tokens, positions [T] int32 -> (final normed hidden [T, D], caches).
 
-        Rows are independent except inside `attend`, so lanes may be packed in any order.
+        Rows are independent except inside `attend` and `recur`, so lanes may be packed in any order.
         """
         module: Decoder = self._graph.merge(params).model
         cos_sin = rotation(positions, inverse_frequencies(self.config.rope, self.config.head_dim))
-        x, new_caches = module.embed_tokens(tokens), []
-        for layer, spec, cache in zip(module.layers, self.attention_layers, caches, strict=True):
-            x, cache = layer(x, cos_sin, spec, cache, attend)
-            new_caches.append(cache)
-        return module.norm(x), tuple(new_caches)
+        x = module.embed_tokens(tokens)
+        specs: list[AttentionSpec | RecurrentSpec] = [*self.attention_layers, *self.recurrent_layers]
+        at = {spec.layer: (i, spec) for i, spec in enumerate(specs)}
+        kept = list(caches)
+        if len(kept) != len(specs):
+            raise ValueError(f"{len(kept)} caches are given for {len(specs)} layers")
+        for number, layer in enumerate(module.layers):
+            i, spec = at[number]
+            x, kept[i] = layer(x, cos_sin, spec, kept[i], attend, recur)
+        return module.norm(x), tuple(kept)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """hidden [R, D] -> float32 logits [R, V], accumulated in float32."""

@@ -1,4 +1,4 @@
-"""Configurations of dense decoders, out of config.json or GGUF metadata and back to JSON.
+"""Configurations of decoders, out of config.json or GGUF metadata and back to JSON.
 
 Both spellings of the rotary settings are read: the one dict `rope_parameters` of new
 checkpoints, and `rope_theta` beside `rope_scaling` (whose kind is `rope_type` or, older, `type`).
@@ -14,7 +14,9 @@ import numpy as np
 from helios_jax.errors import CheckpointError
 from helios_jax.models.checkpoint_files import StoredTensor, Tensors, read_tensor
 from helios_jax.models.decoder import DecoderConfig, DecoderModel
+from helios_jax.models.experts import ExpertsConfig
 from helios_jax.models.fields import Fields
+from helios_jax.models.gated_delta import GatedDeltaConfig
 from helios_jax.models.rope import RopeConfig
 
 ROPE_FACTORS = "rope_freqs.weight"  # llama.cpp's form of the llama3 scaling
@@ -22,7 +24,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def dense_from_hf(config: Fields, family: str, **differences: Any) -> DecoderConfig:
-    """The fields that all dense families share, with the family's `differences` on top.
+    """The fields that all decoder families share, with the family's `differences` on top.
 
     Raises:
         CheckpointError: A field is missing, of a wrong type, or asks for what we do not have.
@@ -33,14 +35,14 @@ def dense_from_hf(config: Fields, family: str, **differences: Any) -> DecoderCon
             f"{config.where}: weights quantised with {name} are not supported; use an unquantised copy"
         )
     if (act := config.text("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{config.where}: hidden_act {act!r} is not supported; dense decoders here use silu")
+        raise CheckpointError(f"{config.where}: hidden_act {act!r} is not supported; decoders here use silu")
     heads, layers = config.integer("num_attention_heads"), config.integer("num_hidden_layers")
     hidden = config.integer("hidden_size")
     shared = {
         "family": family,
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": config.integer("intermediate_size"),
+        "intermediate_size": differences.pop("intermediate_size", None) or config.integer("intermediate_size"),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": config.integer("num_key_value_heads", heads),
@@ -151,7 +153,7 @@ def rope_from_gguf(fields: Fields, factors: StoredTensor | None) -> RopeConfig:
 
 
 def dense_to_config(model: DecoderModel) -> dict[str, Any]:
-    """Plain JSON values of a dense model's configuration."""
+    """Plain JSON values of a decoder's configuration."""
     return dataclasses.asdict(model.config)
 
 
@@ -165,4 +167,7 @@ def dense_config(config: dict[str, Any]) -> DecoderConfig:
     rope = dict(config["rope"])
     rope["freq_factors"] = tuple(rope["freq_factors"])
     fields = {**config, "rope": RopeConfig(**rope), "windows": tuple(config["windows"])}
+    for name, kind in (("recurrent", GatedDeltaConfig), ("experts", ExpertsConfig)):
+        if (part := config[name]) is not None:
+            fields[name] = kind(**{**part, "layers": tuple(part["layers"])})
     return DecoderConfig(**fields)

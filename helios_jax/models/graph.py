@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from helios_jax.models.interface import Params
-from helios_jax.models.params import dtype_of, leaves, tree_of
+from helios_jax.models.params import WIDE, dtype_of, leaves, tree_of
 
 
 class ModuleGraph:
@@ -30,9 +30,10 @@ class ModuleGraph:
         return graph, [(".".join(map(str, path)), path, leaf) for path, leaf in nnx.to_flat_state(state)]
 
     def abstract_params(self, dtype: jax.typing.DTypeLike) -> Params:
-        """The parameter tree as ShapeDtypeStructs of `dtype`; allocates nothing."""
+        """The parameter tree as ShapeDtypeStructs of `dtype`, `WIDE` ones of float32; allocates nothing."""
         target = dtype_of(dtype)
-        return tree_of((name, jax.ShapeDtypeStruct(leaf.shape, target)) for name, _, leaf in self._abstract[1])
+        dtypes = {name: dtype_of("float32") if path[-1] in WIDE else target for name, path, _ in self._abstract[1]}
+        return tree_of((name, jax.ShapeDtypeStruct(leaf.shape, dtypes[name])) for name, _, leaf in self._abstract[1])
 
     def merge(self, params: Params) -> Any:
         """The module over the arrays of `params`; called while tracing, so it costs nothing later."""

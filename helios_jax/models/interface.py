@@ -1,7 +1,8 @@
 """The contract between a model family and the programs that run it.
 
 A model knows its equations and weights; it does not know pages, slots, batches or
-sampling. Programs pass it packed tokens and an `attend` function that owns the cache.
+sampling. Programs pass it packed tokens and an `attend` function that owns the cache; models
+with recurrent layers get a `recur` function beside it, which owns the recurrent state.
 
 Axis letters: T packed query tokens, N query heads, K kv heads, H head dim, D model, V vocabulary.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -44,6 +45,52 @@ class AttentionSpec:
 Attend = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array, LayerCache], tuple[jax.Array, LayerCache]]
 
 
+@dataclasses.dataclass(frozen=True)
+class RecurrentSpec:
+    """Static facts of one recurrent layer (Gated DeltaNet).
+
+    Attributes:
+        layer: Index of the layer.
+        num_key_heads: N heads of queries and keys.
+        num_value_heads: Heads of values, a multiple of N; head n x R + r of R a key head reads key head n.
+        key_dim, value_dim: Width of a key and of a value head.
+        kernel: Taps of the causal convolution; its state is the last kernel - 1 rows before it.
+    """
+
+    layer: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Width of the rows that the convolution reads: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+class RecurrentRows(NamedTuple):
+    """What a recurrent layer projects of the packed tokens.
+
+    Attributes:
+        mixed: [T, channels] queries | keys | values before the convolution.
+        decay: [T, value heads] float32 logarithm of the state's decay, at most 0.
+        beta: [T, value heads] float32 strength of the update, in (0, 1).
+        taps: [channels, kernel] weights of the convolution; the last one multiplies the token itself.
+    """
+
+    mixed: jax.Array
+    decay: jax.Array
+    beta: jax.Array
+    taps: jax.Array
+
+
+# (spec, rows, state) -> (out [T, value heads, value_dim] float32, state).
+# The function convolves, advances the state over each lane's tokens in order, and reads it after each.
+Recur = Callable[[RecurrentSpec, RecurrentRows, LayerCache], tuple[jax.Array, LayerCache]]
+
+
 class Model(Protocol):
     """One loaded architecture; holds configuration only, never weights."""
 
@@ -62,6 +109,18 @@ class Model(Protocol):
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """hidden [R, D] -> float32 logits [R, V]."""
+
+
+class HybridModel(Model, Protocol):
+    """A model of which some layers are recurrent. `recurrent_layers_of` tells them from others."""
+
+    recurrent_layers: tuple[RecurrentSpec, ...]
+
+    def forward(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, caches: tuple[LayerCache, ...], attend: Attend,
+        recur: Recur | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:  # fmt: skip
+        """As `Model.forward`; `caches` are those of the attention layers, then those of the recurrent ones."""
 
 
 @runtime_checkable
@@ -105,3 +164,19 @@ Draft = Model | MtpHeads  # what proposes beside a target
 def heads_of(model: Model) -> MtpHeads | None:
     """The multi-token-prediction heads of a model; None where it has none."""
     return getattr(model, "mtp", None)
+
+
+def recurrent_layers_of(model: Draft | None) -> tuple[RecurrentSpec, ...]:
+    """The recurrent layers of a model; none of most."""
+    return getattr(model, "recurrent_layers", ())
+
+
+def run_model(
+    model: Model, params: Params, tokens: jax.Array, positions: jax.Array, caches: tuple[LayerCache, ...],
+    attend: Attend, recur: Recur | None,
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:  # fmt: skip
+    """`Model.forward`, with `recur` where the model has recurrent layers; see `HybridModel`."""
+    if not recurrent_layers_of(model):
+        return model.forward(params, tokens, positions, caches, attend)
+    hybrid: Any = model
+    return hybrid.forward(params, tokens, positions, caches, attend, recur)

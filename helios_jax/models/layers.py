@@ -94,11 +94,10 @@ class RMSNorm(nnx.Module):
 class FeedForward(nnx.Module):
     """down(silu(gate x) * up x)."""
 
-    def __init__(self, config: DecoderConfig, dtype: jax.typing.DTypeLike) -> None:
-        d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(d, f, bias, dtype)
-        self.up_proj = Linear(d, f, bias, dtype)
-        self.down_proj = Linear(f, d, bias, dtype)
+    def __init__(self, hidden_size: int, width: int, bias: bool, dtype: jax.typing.DTypeLike) -> None:
+        self.gate_proj = Linear(hidden_size, width, bias, dtype)
+        self.up_proj = Linear(hidden_size, width, bias, dtype)
+        self.down_proj = Linear(width, hidden_size, bias, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, D] -> [T, D]."""

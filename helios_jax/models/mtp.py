@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads of Qwen3-Next and Qwen3.5: one decoder layer on the target's hidden rows.
+"""Multi-token-prediction heads of Qwen3-Next and Qwen3.5: one attending layer on the target's hidden rows.
 
     x_i = fc [norm_e(embed[t_{i+1}]) ; norm_h(h_i)]      h_i: the target's hidden after its final norm
     out_i = norm(layer(x)_i)                             causal over rows, rotated by the row's position i
@@ -32,7 +32,7 @@ class Predictor(nnx.Module):
         self.fc = Linear(2 * width, width, False, dtype)
         self.pre_fc_norm_embedding = norm_of(config, width, dtype)
         self.pre_fc_norm_hidden = norm_of(config, width, dtype)
-        self.layers = nnx.List([DecoderLayer(config, dtype)])
+        self.layers = nnx.List([DecoderLayer(config, None, dtype)])
         self.norm = norm_of(config, width, dtype)
 
 
@@ -44,7 +44,7 @@ class _Root(nnx.Module):
 
 
 class DecoderHeads:
-    """The `MtpHeads` of a dense decoder: configuration and graph, never weights."""
+    """The `MtpHeads` of a decoder: configuration and graph, never weights."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
@@ -75,9 +75,14 @@ class DecoderHeads:
 
 
 class DecoderWithHeads(DecoderModel):
-    """A dense decoder whose checkpoint has multi-token-prediction heads."""
+    """A decoder whose checkpoint has multi-token-prediction heads."""
 
     @functools.cached_property
     def mtp(self) -> DecoderHeads:
         """The heads; see `interface.heads_of`."""
         return DecoderHeads(self.config)
+
+
+def decoder_of(config: DecoderConfig) -> DecoderModel:
+    """The model of a configuration, with heads where it has them."""
+    return DecoderWithHeads(config) if config.mtp_layers else DecoderModel(config)

@@ -17,6 +17,7 @@ from helios_jax.errors import ConfigError
 from helios_jax.models.interface import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
+WIDE = ("A_log", "dt_bias")  # parameters of few elements inside an exponential: float32 whatever the others are
 
 
 def dtype_of(name: Any) -> np.dtype:

@@ -1,8 +1,9 @@
-"""The slow, plain attention beside the fast one: whole scores in memory, no pages.
+"""The slow, plain attention and recurrence beside the fast ones: whole scores in memory, no pages, no chunks.
 
 Two `attend` functions for `Model.forward`, both for one sequence: `attend_causal` keeps
 nothing and sees only the packed tokens; `attend_dense` keeps keys and values of everything
-so far in plain arrays that grow. The parity tests hold the paged programs against them.
+so far in plain arrays that grow. `recur_plain` is the recurrence itself, one token after the
+other. The parity tests hold the paged programs against them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helios_jax.models.interface import AttentionSpec, LayerCache, Model, Params
+from helios_jax.models.gated_delta import split_heads, step
+from helios_jax.models.interface import (
+    AttentionSpec,
+    LayerCache,
+    Model,
+    Params,
+    RecurrentRows,
+    RecurrentSpec,
+    recurrent_layers_of,
+    run_model,
+)
 
 MASKED = -math.inf
 
@@ -66,18 +77,58 @@ def attend_dense(
     return scores_and_mix(spec, q, grown.k, grown.v, start), grown
 
 
-def empty_caches(model: Model, dtype: Any = np.float32) -> tuple[DenseCache, ...]:
-    """A `DenseCache` of no tokens for every layer."""
+class PlainState(NamedTuple):
+    """State of one sequence in one recurrent layer.
+
+    Attributes:
+        rows: [kernel - 1, channels] the last rows before the convolution.
+        matrix: [key heads, value heads a key head, key_dim, value_dim] float32.
+    """
+
+    rows: jax.Array
+    matrix: jax.Array
+
+
+def empty_state(spec: RecurrentSpec, dtype: Any = np.float32) -> PlainState:
+    """The state before a sequence's first token."""
+    groups = spec.num_value_heads // spec.num_key_heads
+    matrix = jnp.zeros((spec.num_key_heads, groups, spec.key_dim, spec.value_dim), jnp.float32)
+    return PlainState(jnp.zeros((spec.kernel - 1, spec.channels), dtype), matrix)
+
+
+def recur_plain(
+    spec: RecurrentSpec, rows: RecurrentRows, state: PlainState | None
+) -> tuple[jax.Array, PlainState | None]:
+    """A `Recur` over one sequence, token by token; without a state it begins with an empty one and keeps none."""
+    begin = empty_state(spec, rows.mixed.dtype) if state is None else state
+    seen = jnp.concatenate([begin.rows, rows.mixed]).astype(jnp.float32)
+    count = rows.mixed.shape[0]
+    windows = jnp.stack([seen[i : i + count] for i in range(spec.kernel)], axis=-1)
+    mixed = jax.nn.silu((windows * rows.taps.astype(jnp.float32)).sum(axis=-1)).astype(rows.mixed.dtype)
+    heads = split_heads(spec, mixed, rows.decay, rows.beta)
+    advance = lambda matrix, token: step(token, matrix)[::-1]  # noqa: E731
+    matrix, out = jax.lax.scan(advance, begin.matrix, heads)
+    out = out.reshape(count, spec.num_value_heads, spec.value_dim)
+    return out, None if state is None else PlainState(seen[count:].astype(rows.mixed.dtype), matrix)
+
+
+def no_caches(model: Model) -> tuple[None, ...]:
+    """For a pass over a whole sequence that keeps nothing."""
+    return (None,) * (len(model.attention_layers) + len(recurrent_layers_of(model)))
+
+
+def empty_caches(model: Model, dtype: Any = np.float32) -> tuple[DenseCache | PlainState, ...]:
+    """A `DenseCache` of no tokens for every attention layer, then an empty state for every recurrent one."""
     shapes = [(0, spec.num_kv_heads, spec.head_dim) for spec in model.attention_layers]
-    return tuple(DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
+    caches = tuple(DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
+    return (*caches, *(empty_state(spec, dtype) for spec in recurrent_layers_of(model)))
 
 
 def sequence_logits(model: Model, params: Params, tokens: Sequence[int]) -> jax.Array:
     """float32 logits [T, V] after every token of one sequence, in one pass without a cache."""
     ids = jnp.asarray(tokens, jnp.int32)
-    hidden, _ = model.forward(
-        params, ids, jnp.arange(len(tokens)), (None,) * len(model.attention_layers), attend_causal
-    )
+    positions = jnp.arange(len(tokens))
+    hidden, _ = run_model(model, params, ids, positions, no_caches(model), attend_causal, recur_plain)
     return model.logits(params, hidden)
 
 
@@ -93,8 +144,7 @@ def greedy_tokens(model: Model, params: Params, prompt: Sequence[int], num_token
 
     @jax.jit
     def next_token(params: Params, ids: jax.Array, last: jax.Array) -> jax.Array:
-        caches = (None,) * len(model.attention_layers)
-        hidden, _ = model.forward(params, ids, jnp.arange(total), caches, attend_causal)
+        hidden, _ = run_model(model, params, ids, jnp.arange(total), no_caches(model), attend_causal, recur_plain)
         return jnp.argmax(model.logits(params, jax.lax.dynamic_slice_in_dim(hidden, last, 1))[0])
 
     for length in range(len(prompt), total):

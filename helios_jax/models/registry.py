@@ -24,6 +24,10 @@ from helios_jax.models.fields import Fields
 from helios_jax.models.interface import Model
 
 
+def _as_stored(model: Any, tensors: Tensors, where: str) -> Tensors:
+    return tensors
+
+
 def _no_row_order(model: Any, name: str) -> np.ndarray | None:
     return None
 
@@ -40,6 +44,8 @@ class Family:
         from_gguf: (GGUF fields, prefixed by the architecture; tensors by GGUF name) -> Model.
         to_config: Model -> plain JSON values, with the family's name under "family".
         from_config: The inverse of `to_config`.
+        hf_tensors: (model, tensors of a Hugging Face directory, the directory for messages) -> the tensors by
+            the names of parameters, for files that use other names or keep a parameter in pieces.
         gguf_name: Name of a parameter -> name of its tensor in a GGUF file.
         gguf_row_order: (model, name of a parameter) -> where each stored row belongs, for files
             whose writer reordered rows; None = rows lie where they belong.
@@ -52,6 +58,7 @@ class Family:
     from_gguf: Callable[[Fields, Tensors], Model] | None = None
     to_config: Callable[[Any], dict[str, Any]]
     from_config: Callable[[dict[str, Any]], Model]
+    hf_tensors: Callable[[Any, Tensors, str], Tensors] = _as_stored
     gguf_name: Callable[[str], str] = str
     gguf_row_order: Callable[[Any, str], np.ndarray | None] = _no_row_order
 

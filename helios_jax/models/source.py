@@ -24,7 +24,7 @@ from helios_jax.models import safetensors_files
 from helios_jax.models.checkpoint_files import StoredTensor, Tensors, read_json, read_tensor
 from helios_jax.models.fields import Fields, token_ids
 from helios_jax.models.gguf_files import open_gguf
-from helios_jax.models.interface import Draft, Model, Params, heads_of
+from helios_jax.models.interface import Draft, Model, Params, heads_of, recurrent_layers_of
 from helios_jax.models.names import locate
 from helios_jax.models.params import dtype_of, leaf_bytes, leaves, num_params, tree_of
 from helios_jax.models.registry import gguf_family, hf_family, model_config
@@ -120,17 +120,19 @@ class ModelSource:
 
         Cost: one pass over the files; host memory of the largest tensor beside what `put` keeps.
         """
-        target = dtype_of(dtype)
-        wanted = dict(leaves(self.model.abstract_params(target)))
+        wanted = dict(leaves(self.model.abstract_params(dtype_of(dtype))))
         total, done = sum(leaf_bytes(leaf) for leaf in wanted.values()), 0
         placed: dict[str, Any] = {}
         for name in sorted(wanted, key=lambda n: -leaf_bytes(wanted[n])):
             # Waiting keeps one host copy alive at a time; transfers of many would pile up.
-            placed[name] = jax.block_until_ready(put(read_tensor(self.tensors[name], target, self.row_order(name))))
+            placed[name] = jax.block_until_ready(put(self._read(name, wanted[name].dtype)))
             done += leaf_bytes(wanted[name])
             if progress is not None:
                 progress(done, total)
         return tree_of((name, placed[name]) for name in wanted)
+
+    def _read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        return read_tensor(self.tensors[name], dtype, self.row_order(name))
 
 
 def open_source(name: str | Path) -> ModelSource:
@@ -150,15 +152,17 @@ def _open_directory(directory: Path, name: str) -> ModelSource:
     architectures = values.get("architectures") or []
     if not isinstance(architectures, list):
         raise CheckpointError(f"{config.where}: architectures must be a list of names")
-    model = hf_family(tuple(map(str, architectures)), config.where).from_hf(config)
-    tensors = safetensors_files.open_directory(directory)
+    family = hf_family(tuple(map(str, architectures)), config.where)
+    model = family.from_hf(config)
+    tensors = family.hf_tensors(model, safetensors_files.open_directory(directory), str(directory))
     chosen = _check_tensors(model, tensors, str, str(directory))
     _check_stored_types(chosen)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     eos = token_ids(generation.get("eos_token_id"), f"{generation_path}: eos_token_id")
-    eos += token_ids(values.get("eos_token_id"), f"{config.where}: eos_token_id")
-    bos = token_ids(values.get("bos_token_id"), f"{config.where}: bos_token_id")
+    text = config.section("text_config") or config
+    eos += token_ids(values.get("eos_token_id", text.get("eos_token_id")), f"{config.where}: eos_token_id")
+    bos = token_ids(values.get("bos_token_id", text.get("bos_token_id")), f"{config.where}: bos_token_id")
     return ModelSource(
         name=name,
         model=model,
@@ -197,15 +201,17 @@ def _open_gguf_file(path: Path, name: str) -> ModelSource:
 
 def _file_facts(tensors: Tensors) -> tuple[tuple[str, int, int], ...]:
     """(name, bytes, modification time in ns) of the files that hold the tensors."""
-    stats = [(path.name, path.stat()) for path in sorted({tensor.path for tensor in tensors.values()})]
+    paths = {piece.path for tensor in tensors.values() for piece in tensor.pieces}
+    stats = [(path.name, path.stat()) for path in sorted(paths)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _check_stored_types(chosen: Tensors) -> None:
     """Refuses tensors of a safetensors file that are stored in a type that cannot be read."""
     for parameter, tensor in chosen.items():
-        if tensor.encoding not in safetensors_files.STORED_DTYPES:
-            raise CheckpointError(safetensors_files.unsupported(tensor.path, parameter, tensor.encoding))
+        for piece in tensor.pieces:
+            if piece.encoding not in safetensors_files.STORED_DTYPES:
+                raise CheckpointError(safetensors_files.unsupported(piece.path, parameter, piece.encoding))
 
 
 def _find_tensors(
@@ -241,7 +247,8 @@ def _check_tensors(
     """
     chosen = _find_tensors(model, tensors, stored_name, where)
     used = {stored_name(name) for name in chosen}
-    layers = tuple(f"{prefix}{i}." for i in range(len(model.attention_layers)) for prefix in (_LAYERS, "blk."))
+    num_layers = len(model.attention_layers) + len(recurrent_layers_of(model))
+    layers = tuple(f"{prefix}{i}." for i in range(num_layers) for prefix in (_LAYERS, "blk."))
     for extra in sorted(tensors.keys() - used):
         # rotary tables of old checkpoints are constants that we compute
         if extra.startswith(layers) and "rotary_emb." not in extra:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from tests.golden.tiny import FAMILIES, GOLDEN_DIR, GREEDY_LEN, tiny_prompt, tiny_tensors, write_checkpoint
+from tests.golden.tiny_hybrid import HYBRIDS
 
 MIN_MARGIN = 1e-3  # ten times the tolerance on logits
 
@@ -75,4 +76,4 @@ def main(families: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(FAMILIES))
+    main(sys.argv[1:] or [*FAMILIES, *HYBRIDS])

@@ -21,6 +21,17 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.golden.tiny_hybrid import (
+    HYBRID_CONFIGS,
+    ZERO_CENTRED,
+    has_mixture,
+    is_recurrent,
+    mixture_part,
+    packed_experts,
+    recurrent_part,
+    with_vision,
+)
+
 GOLDEN_DIR = Path(__file__).parent / "models"
 VOCAB, LAYERS, HEADS, KV_HEADS, FEED_FORWARD = 128, 2, 4, 2, 96
 PROMPT_LEN, GREEDY_LEN = 24, 64
@@ -108,13 +119,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mtp_num_hidden_layers": 1,
     },
 }
-FAMILIES = tuple(CONFIGS)
-VARIANTS = ("float32", "bfloat16", "float16", "sharded")
+FAMILIES = tuple(CONFIGS)  # dense ones; `tiny_hybrid.HYBRIDS` are the others
+VARIANTS = ("float32", "bfloat16", "float16", "sharded", "packed", "vision")
 
 
 def config_of(family: str) -> dict[str, Any]:
     """The config.json of a tiny model."""
-    return {**_BASE, **CONFIGS[family]}
+    return {**_BASE, **(CONFIGS | HYBRID_CONFIGS)[family]}
 
 
 def tiny_prompt(family: str) -> list[int]:
@@ -138,8 +149,8 @@ def tiny_tensors(family: str) -> dict[str, np.ndarray]:
         tensors["model.embed_tokens.weight"] = _weights(family, "embed", (VOCAB, d), 1.0)
         tensors["lm_head.weight"] = _weights(family, "head", (VOCAB, d), output_gain)
     tensors["model.norm.weight"] = _norm(family, "norm", d)
-    for layer in range(LAYERS):
-        tensors |= _layer(family, f"model.layers.{layer}.")
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= _layer(family, f"model.layers.{layer}.", layer)
     return tensors
 
 
@@ -152,22 +163,22 @@ def tiny_mtp_tensors(family: str) -> dict[str, np.ndarray]:
     norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     tensors = {f"mtp.{name}.weight": _norm(family, f"mtp.{name}", d) for name in norms}
     tensors["mtp.fc.weight"] = _weights(family, "mtp.fc", (d, 2 * d), 1 / math.sqrt(2 * d))
-    return tensors | _layer(family, "mtp.layers.0.")
+    return tensors | _layer(family, "mtp.layers.0.", None)
 
 
 def _norm(family: str, name: str, width: int) -> np.ndarray:
     """Weights of a norm around its neutral value: 0 in families that multiply by 1 + w."""
-    return np.float32(0 if family == "qwen3_5" else 1) + _weights(family, name, (width,), 0.2)
+    return np.float32(0 if family in ZERO_CENTRED else 1) + _weights(family, name, (width,), 0.2)
 
 
-def _layer(family: str, prefix: str) -> dict[str, np.ndarray]:
-    """The tensors of one decoder layer."""
-    config = config_of(family)
+def _layer(family: str, prefix: str, layer: int | None) -> dict[str, np.ndarray]:
+    """The tensors of one decoder layer; None is that of multi-token-prediction heads."""
+    config, make = config_of(family), functools.partial(_weights, family)
     d, f, heads, kv = config["hidden_size"], config["intermediate_size"], HEADS, KV_HEADS
     h = config.get("head_dim", d // heads)
     qwen2, qk_norm = config["model_type"] == "qwen2", config["model_type"].startswith("qwen3")
     attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
-    gated = 2 if family == "qwen3_5" else 1
+    gated = 2 if family in ZERO_CENTRED else 1
     tensors: dict[str, np.ndarray] = {}
     parts = {
         "self_attn.q_proj": (gated * heads * h, d, qwen2 or attention_bias),
@@ -180,6 +191,13 @@ def _layer(family: str, prefix: str) -> dict[str, np.ndarray]:
     }
     norms = {"input_layernorm": d, "post_attention_layernorm": d}
     norms |= {"self_attn.q_norm": h, "self_attn.k_norm": h} if qk_norm else {}
+    if is_recurrent(config, layer):
+        tensors |= recurrent_part(config, prefix, make)
+    if has_mixture(config, layer):
+        tensors |= mixture_part(config, prefix, make)
+    left_out = ("self_attn",) * is_recurrent(config, layer) + ("mlp",) * has_mixture(config, layer)
+    parts = {part: extent for part, extent in parts.items() if not part.startswith(left_out)}
+    norms = {part: width for part, width in norms.items() if not part.startswith(left_out)}
     for part, (num_out, num_in, bias) in parts.items():
         name = f"{prefix}{part}"
         tensors[f"{name}.weight"] = _weights(family, name, (num_out, num_in), 1.5 / math.sqrt(num_in))
@@ -191,14 +209,22 @@ def _layer(family: str, prefix: str) -> dict[str, np.ndarray]:
 
 
 def write_checkpoint(family: str, directory: Path, variant: str = "float32") -> Path:
-    """Writes a tiny model as a Hugging Face directory; `sharded` is float32 in three files and an index."""
+    """Writes a tiny model as a Hugging Face directory.
+
+    `sharded` is float32 in three files and an index, `packed` has the experts of a mixture in two tensors,
+    `vision` has them too, inside a model with a vision tower.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = tiny_tensors(family) | tiny_mtp_tensors(family)
+    tensors, config = tiny_tensors(family) | tiny_mtp_tensors(family), config_of(family)
+    if variant in ("packed", "vision"):
+        tensors = packed_experts(tensors)
+    if variant == "vision":
+        config, tensors = with_vision(config, tensors)
     if variant == "sharded":
         _write_shards(directory, tensors)
     else:
         save_file({name: t.astype(_dtype(variant)) for name, t in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config_of(family), indent=1))
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
     _write_tokenizer(directory)
     return directory
 
@@ -229,7 +255,7 @@ def _dtype(variant: str) -> np.dtype:
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(variant)
+    return np.dtype("float16" if variant == "float16" else "float32")
 
 
 def _bits(name: str, count: int) -> np.ndarray:

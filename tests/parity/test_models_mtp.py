@@ -16,51 +16,60 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from helios_jax.errors import CheckpointError
-from helios_jax.models.interface import MtpHeads, heads_of
+from helios_jax.models.interface import MtpHeads, heads_of, run_model
 from helios_jax.models.params import leaves
-from helios_jax.models.reference import DenseCache, attend_causal, attend_dense
+from helios_jax.models.reference import DenseCache, attend_causal, attend_dense, no_caches, recur_plain
 from helios_jax.models.registry import build_model
 from helios_jax.models.source import open_source
 from tests.golden.tiny import GOLDEN_DIR, golden, tiny_checkpoint, tiny_mtp_tensors, tiny_tensors
 
 FAMILY, TOLERANCE = "qwen3_5", 1e-4
+WITH_HEADS = (FAMILY, "qwen3_next", "qwen3_5_hybrid", "qwen3_5_moe")
 STARTS, STEPS = range(24, 48), 4
 
 
 @functools.cache
-def reference() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN_DIR / f"{FAMILY}_mtp.npz") as stored:
+def reference(family: str = FAMILY) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN_DIR / f"{family}_mtp.npz") as stored:
         return dict(stored)
 
 
 @functools.cache
-def loaded() -> tuple[Any, Any, MtpHeads, Any, np.ndarray, jax.Array]:
+def loaded(family: str = FAMILY) -> tuple[Any, Any, MtpHeads, Any, np.ndarray, jax.Array]:
     """Model, its parameters, heads, theirs, known tokens [88] and the model's hidden rows [88, D]."""
-    source = open_source(tiny_checkpoint(FAMILY))
+    source = open_source(tiny_checkpoint(family))
     model, params = source.model, source.load_params("float32")
     heads, own = heads_of(model), source.heads().load_params("float32")
     assert heads is not None
-    tokens = np.concatenate([golden(FAMILY)["prompt"], golden(FAMILY)["greedy"]])
-    layers = (None,) * len(model.attention_layers)
-    hidden = jax.jit(lambda p: model.forward(p, jnp.asarray(tokens), jnp.arange(88), layers, attend_causal)[0])(params)
-    return model, params, heads, own, tokens, hidden
+    tokens = np.concatenate([golden(family)["prompt"], golden(family)["greedy"]])
+
+    @jax.jit
+    def run(params: Any) -> jax.Array:
+        where = jnp.arange(88)
+        return run_model(model, params, jnp.asarray(tokens), where, no_caches(model), attend_causal, recur_plain)[0]
+
+    return model, params, heads, own, tokens, run(params)
 
 
-def test_the_reference_belongs_to_these_weights() -> None:
-    crc = zlib.crc32(b"".join(w.tobytes() for _, w in sorted(tiny_mtp_tensors(FAMILY).items())))
-    assert crc == reference()["crc"], "tiny.py changed: run python -m tests.golden.make_mtp"
-    assert reference()["margin"] > 10 * TOLERANCE
+@pytest.mark.parametrize("family", WITH_HEADS)
+def test_the_reference_belongs_to_these_weights(family: str) -> None:
+    crc = zlib.crc32(b"".join(w.tobytes() for _, w in sorted(tiny_mtp_tensors(family).items())))
+    assert crc == reference(family)["crc"], "tiny.py changed: run python -m tests.golden.make_mtp"
+    assert reference(family)["margin"] > 10 * TOLERANCE
 
 
-def test_one_pass_over_known_tokens_equals_the_reference() -> None:
-    _, params, heads, own, tokens, hidden = loaded()
+@pytest.mark.parametrize(
+    "family", [FAMILY, "qwen3_next", *(pytest.param(f, marks=pytest.mark.slow) for f in WITH_HEADS[2:])]
+)
+def test_one_pass_over_known_tokens_equals_the_reference(family: str) -> None:
+    _, params, heads, own, tokens, hidden = loaded(family)
 
     @jax.jit
     def run(params: Any, own: Any) -> jax.Array:
         rows = jnp.arange(len(tokens) - 1)
         return heads.predict(own, params, jnp.asarray(tokens[1:]), rows, hidden[:-1], (None,), attend_causal)[0]
 
-    np.testing.assert_allclose(run(params, own), reference()["hidden"], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(run(params, own), reference(family)["hidden"], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("start", [24, 37])
@@ -128,9 +137,8 @@ def test_models_without_heads_say_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"layer_types": None}, r"linear_attention\) are not supported"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, r"linear_attention\) are not supported"),
-        ({"layer_types": ["full_attention"]}, "must be 2 times full_attention"),
+        ({"layer_types": None}, "lacks the field linear_num_key_heads"),
+        ({"layer_types": ["full_attention"]}, "must be 2 entries of full_attention and linear_attention"),
         ({"mtp_num_hidden_layers": 2}, "multi-token prediction with 2 layers"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.03}}, "needs pairs"),
