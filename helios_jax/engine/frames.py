@@ -78,7 +78,7 @@ class FrameBuilder:
         for row, lane in enumerate(lanes):
             sequence = sequences[lane.handle]
             params = sequence.params
-            fields["prompt_len"][row] = len(sequence.prompt) - sequence.spec.output_len
+            fields["prompt_len"][row] = len(sequence.prompt)
             words = np.array([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32)
             fields["seed"][row] = words.view(np.int32)
             fields["top_k"][row] = min(params.top_k, self.dims.vocab_size)
@@ -95,7 +95,7 @@ class FrameBuilder:
         if plan.prompt_row >= 0:
             lane = plan.lanes[plan.prompt_row]
             fields["start"][0], fields["sample"][0] = lane.start, lane.emits
-            chunk = sequences[lane.handle].prompt[lane.start : lane.start + lane.length]
+            chunk = sequences[lane.handle].spec.prompt[lane.start : lane.start + lane.length]
             fields["tokens"][: lane.length] = chunk
         self._proposals(fields, plan)
 
@@ -120,7 +120,7 @@ class FrameBuilder:
     def _prompt(self, fields: Fields, lanes: tuple[Lane, ...], sequences: Mapping[RequestHandle, Sequence]) -> None:
         offset = 0
         for row, lane in enumerate(lanes):
-            prompt = sequences[lane.handle].prompt
+            prompt = sequences[lane.handle].spec.prompt
             end = lane.start + lane.length
             fields["query_len"][row], fields["start"][row] = lane.length, lane.start
             fields["sample"][row] = lane.emits

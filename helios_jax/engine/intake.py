@@ -49,7 +49,7 @@ class Intake:
     @property
     def max_context(self) -> int:
         """Tokens that one request may hold: the context, or the page pool if that is smaller."""
-        return min(self.limits.max_context, self.limits.pages * self.limits.page_size)
+        return min(self.limits.max_context, self.limits.pages * self.limits.page_size - self.limits.draft_extent)
 
     def request(
         self,

@@ -2,7 +2,8 @@
 
 Life of a step (`Engine.step`), with up to two frames outstanding (`window`):
 
-1. Take submissions and aborts; admit waiting sequences while slots and pages last, in order.
+1. Take submissions and aborts; preempt where a stream has no page for its next token; admit waiting
+   sequences while slots and pages last, in order.
 2. `plan`, `commit`, pack, submit, until the scheduler has nothing more for now: the device works
    from here on. A second frame is planned from what the first is expected to do; whether there may
    be one is the scheduler's business (`scheduler.queue`).
@@ -165,6 +166,7 @@ class Engine:
         self._timer.lap()
         self.roster.take_commands()
         self.scheduler.advance_to(self.clock())
+        self.roster.make_room()
         self.roster.admit(self.clock)
         while not self.window.is_failed and (plan := self.scheduler.plan()) is not None:
             self._submit(plan)

@@ -41,6 +41,7 @@ class RequestMetrics:
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    preemptions: int = 0  # how often its sequences gave up their pages to others
 
 
 @dataclasses.dataclass

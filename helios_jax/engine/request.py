@@ -5,6 +5,7 @@ scheduler knows as a request of its own. Life of a sequence:
 
 1. Created by `intake`; waits in the engine's queue without a handle.
 2. Admitted: has a handle; its frames run.
+   `give_way` takes the handle away again: it waits once more, and goes on where it was.
 3. `push` takes each sampled token: detokenise, hold back what may become a stop string.
 4. `close` sets the finish reason and releases what was held back.
 5. `RequestOutput`s are made from what became visible since the last one.
@@ -21,6 +22,7 @@ import numpy as np
 
 from helios_jax.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from helios_jax.engine.params import OutputKind, SamplingParams
+from helios_jax.scheduler.preemption import resumed
 from helios_jax.scheduler.types import RequestHandle, RequestSpec
 from helios_jax.text.detokenizer import Detokenizer
 from helios_jax.text.stops import StopBuffer
@@ -40,8 +42,9 @@ class Sequence:
     Attributes:
         index: Its position among the n outputs.
         seed: uint64 of its random numbers.
-        spec: What the scheduler is told.
+        spec: What the scheduler is told; after a preemption its prompt holds the output so far.
         text: Visible text. `held_text` is decoded but may still become a stop string.
+        number: Its place in order of arrival, over all requests; 0 until the engine knows it.
         on_device: A frame of it was submitted, so the device holds state of it.
         checkpoints: (id, endpoint) of the checkpoints that were published of it.
     """
@@ -53,6 +56,7 @@ class Sequence:
     detokenizer: Detokenizer
     stops: StopBuffer
     handle: RequestHandle | None = None
+    number: int = 0
     on_device: bool = False
     checkpoints: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -70,7 +74,17 @@ class Sequence:
 
     @property
     def prompt(self) -> np.ndarray:
-        return self.spec.prompt
+        """int32 [prompt_len] as it was given; output that a resumed spec has for its prompt is not part of it."""
+        return self.spec.prompt[: len(self.spec.prompt) - self.spec.output_len]
+
+    def give_way(self) -> None:
+        """Its slot and pages go to others; it is to be admitted again with its output so far."""
+        if self.spec.scored and len(self.token_ids) == self.spec.output_len:
+            self.request.prompt_logprobs = [None]  # not complete, so nobody was told: scored from the beginning
+        self.spec = resumed(self.spec, self.token_ids[self.spec.output_len :])
+        self.handle, self.on_device = None, False
+        self.checkpoints.clear()
+        self.request.metrics.preemptions += 1
 
     def push(self, token: int, ends_output: bool) -> None:
         """Take a sampled token; a stop token that ends the output has no text of its own."""

@@ -3,7 +3,8 @@
 Life of a sequence in it:
 
 1. `take_commands` brings in its request; it waits, in order of arrival.
-2. `admit` gives it a slot while slots and pages last; nobody overtakes.
+2. `make_room` takes slots back, for lack of pages, from those that lose the least by it; they wait
+   again, in the place that they came in. `admit` gives slots while slots and pages last; nobody overtakes.
 3. It runs under its handle (`running`). It may leave at any moment, also while frames that name
    it are outstanding: those who look up a lane must be ready not to find it.
 4. `retire` at its end, `abort` when the caller gave up, `fail` after an error: out of the slot
@@ -31,7 +32,7 @@ class Roster:
     """Requests of one engine; used by the engine thread only.
 
     Attributes:
-        waiting: Sequences without a slot, in order.
+        waiting: Sequences without a slot, in order of arrival.
         running: Sequences in slots by handle.
     """
 
@@ -43,6 +44,7 @@ class Roster:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: dict[RequestHandle, Sequence] = {}
         self._requests: dict[str, Request] = {}
+        self._accepted = 0  # sequences ever
 
     # ---- in
 
@@ -63,6 +65,8 @@ class Roster:
             if sequence.spec.max_tokens == 0 and not sequence.spec.scored:
                 sequence.close("length")  # nothing to generate: no slot, no frame
             else:
+                self._accepted += 1
+                sequence.number = self._accepted
                 self.waiting.append(sequence)
         if request.is_finished:
             self._end(request, "length")
@@ -80,6 +84,24 @@ class Roster:
                 continue
             self.waiting.popleft()
             self.running[sequence.handle] = sequence
+
+    def make_room(self) -> None:
+        """Preempt as long as a stream has no page for its next token and somebody else can give way."""
+        while (handle := self._scheduler.victim()) is not None:
+            self.preempt(handle)
+
+    def preempt(self, handle: RequestHandle) -> None:
+        """The sequence of a handle gives way: it goes on with the same tokens once it is admitted again.
+
+        What outstanding frames still bring for it is dropped; it will be computed again.
+        """
+        sequence = self.running.pop(handle)
+        self._events.note(self._scheduler.state.now_ns, "preempt", (handle, sequence.request.request_id))
+        self._drafting.forget(handle)
+        self._scheduler.preempt(handle)
+        sequence.give_way()
+        place = next((i for i, other in enumerate(self.waiting) if other.number > sequence.number), len(self.waiting))
+        self.waiting.insert(place, sequence)
 
     # ---- out
 

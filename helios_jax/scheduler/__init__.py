@@ -25,6 +25,7 @@ from helios_jax.scheduler.lifecycle import (
     preempt,
 )
 from helios_jax.scheduler.policy import POLICY_PRESETS, PolicyConfig, plan_next, policy_preset
+from helios_jax.scheduler.preemption import resumed, victim
 from helios_jax.scheduler.publication import published_output, published_outputs
 from helios_jax.scheduler.retirement import awaits_capture
 from helios_jax.scheduler.scheduler import Scheduler
@@ -102,7 +103,9 @@ __all__ = [
     "preempt",
     "published_output",
     "published_outputs",
+    "resumed",
     "serving_catalog",
     "snapshot_counters",
     "state_digest",
+    "victim",
 ]

@@ -1,7 +1,7 @@
 """Admission: whether a request can ever be served, whether it fits now, and its slot.
 
 Everything that can be refused is refused here, with the numbers, before the request owns
-anything. Worst-case pages are reserved (docs/adr/0002).
+anything. Which pages are promised says `reservation`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from helios_jax.errors import CapacityError, RequestError
 from helios_jax.scheduler import captures
 from helios_jax.scheduler.capture_draft import Draft
-from helios_jax.scheduler.resources import pages_for
+from helios_jax.scheduler.reservation import headroom, promised_pages, spare_pages, worst_pages
 from helios_jax.scheduler.serviceable import check_request
 from helios_jax.scheduler.speculation import reset_slots
 from helios_jax.scheduler.stages import check_images, first_stage, set_bounds
@@ -24,19 +24,19 @@ _KNOWN = sum(int(constraint) for constraint in Constraint)  # every bit that mea
 
 
 def can_admit(state: State, spec: RequestSpec) -> bool:
-    """Whether a slot and the worst-case pages of `spec` are free now.
+    """Whether a slot is free now, and the pages that `spec` is promised beside those that residents need next.
 
     Raises:
         RequestError: It can never fit.
     """
-    needed = required_pages(state, spec)
-    promised = int(state.requests.reserved_pages.sum())
-    room = bool((state.requests.phase == FREE).any()) and promised + needed <= state.limits.pages
+    check_spec(state, spec)
+    room = bool((state.requests.phase == FREE).any())
+    room = room and promised_pages(spec, state.limits) + headroom(state) <= spare_pages(state)
     return room and captures.private_row_obtainable(state, spec)
 
 
-def required_pages(state: State, spec: RequestSpec) -> int:
-    """Worst-case pages of a request, prompt and all output.
+def check_spec(state: State, spec: RequestSpec) -> None:
+    """Refuse what could never be served, even alone.
 
     Raises:
         RequestError: The request is malformed or can never fit; the message has the numbers.
@@ -62,14 +62,13 @@ def required_pages(state: State, spec: RequestSpec) -> int:
             f"the limit is {limits.max_context}; shorten the prompt or lower max_tokens"
         )
         raise RequestError(message, param="prompt", code="context_length_exceeded")
-    needed = pages_for(total + limits.draft_extent, limits.page_size)
+    needed = worst_pages(spec, limits)
     if needed > limits.pages:
         message = (
             f"{prompt_len} prompt tokens and max_tokens {spec.max_tokens} need {needed} pages of "
             f"{limits.page_size} tokens, the cache has {limits.pages}; shorten the prompt or lower max_tokens"
         )
         raise RequestError(message, param="max_tokens", code="context_length_exceeded")
-    return needed
 
 
 def _check_fields(spec: RequestSpec) -> None:
@@ -79,6 +78,10 @@ def _check_fields(spec: RequestSpec) -> None:
     if not integers or any(b < a for a, b in zip((0, *ends), (*ends, prompt_len), strict=True)):
         message = f"message_ends must be integers from 0 to {prompt_len} in order, got {ends!r}"
         raise RequestError(message, param="message_ends", code="invalid_value")
+    times = spec.preemptions
+    if not isinstance(times, (int, np.integer)) or isinstance(times, bool) or times < 0:
+        message = f"preemptions must be an integer of at least 0, got {times!r}"
+        raise RequestError(message, param="preemptions", code="invalid_value")
     constraints = spec.constraints
     known = isinstance(constraints, int) and not isinstance(constraints, bool) and not int(constraints) & ~_KNOWN
     if not known:
@@ -115,13 +118,15 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
 
     Raises:
         RequestError: It can never fit.
-        CapacityError: No slot, pages or private state row now; wait for a request to retire.
+        CapacityError: No slot, pages or private state row now; wait for a request to retire, or to give way.
     """
-    needed = required_pages(state, spec)
     if not can_admit(state, spec):
-        free = state.limits.pages - int(state.requests.reserved_pages.sum())
+        pages, kept, spare = promised_pages(spec, state.limits), headroom(state), spare_pages(state)
         slots = int(np.count_nonzero(state.requests.phase == FREE))
-        message = f"the request needs a slot and {needed} pages; {slots} slots and {free} pages are free"
+        message = (
+            f"the request needs a slot and {pages} pages; {slots} slots and {spare} pages are free, "
+            f"{kept} of them for the next steps of running requests"
+        )
         if not captures.private_row_obtainable(state, spec):
             message += "; its images need a state row, all are in use"
         raise CapacityError(message)
@@ -134,9 +139,11 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
     first_stage(requests, slot, spec, state.limits)
     handle, draft = RequestHandle(slot, int(requests.generation[slot])), Draft(state)
     set_bounds(requests, slot, spec, captures.admit(draft, requests, handle, spec, now_ns))
-    requests.reserved_pages[slot], requests.last_use_ns[slot] = needed, now_ns
-    specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])
     counters = dataclasses.replace(state.counters, admitted=state.counters.admitted + 1)
+    requests.reserved_pages[slot] = promised_pages(spec, state.limits)
+    requests.worst_pages[slot] = worst_pages(spec, state.limits)
+    requests.admission[slot], requests.last_use_ns[slot] = counters.admitted, now_ns
+    specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])
     admitted = dataclasses.replace(
         state,
         now_ns=max(state.now_ns, int(now_ns)),

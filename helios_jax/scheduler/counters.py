@@ -22,7 +22,7 @@ def snapshot_counters(state: State) -> dict[str, int | dict[str, int]]:
 
     `exploration_credit_nanoseconds` are balances, negative in debt, toward zero to whole ns.
     `..._by_kind` hold the kinds of the catalogue only. `pages_used` counts pages in tables,
-    `pages_reserved` the worst case promised to the requests that own a slot. `snapshots` counts
+    `pages_reserved` those promised to the requests that own a slot. `snapshots` counts
     published captures by checkpoint role, `snapshots_skipped` those not taken, by reason.
     """
     counters, phase = state.counters, state.requests.phase

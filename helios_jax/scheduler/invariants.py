@@ -4,7 +4,7 @@
 test that plants the corruption it guards against. None reads the counter that it checks.
 
  1. Pages: the free stack and the tables partition 1..pages.
- 2. Reservations: no table exceeds its slot's reservation, the reservations fit the pool.
+ 2. Reservations: no table exceeds its slot's promise, all promises together fit the pool.
  3. Coverage: tables hold exactly the pages of the tokens committed or being written.
  4. Occupancy: a free slot is blank; an occupied one has its spec, a generation, a known phase.
  5. Lengths agree with each other, with the spec and with the phase.
@@ -30,6 +30,8 @@ test that plants the corruption it guards against. None reads the counter that i
 24. Copies: who waits for one has its row, who has further windows a private one; only ended requests have an end;
     a stream is at most one snapshot away from decoding.
 25. Acceptance: means are probabilities, weights within the cap, the prior falls; unused slots know nothing.
+26. Promises cover a prompt and its first step, or the worst case of a request that gave way often enough, and never
+    more than that; admissions number the residents.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from helios_jax.errors import InvariantError
 from helios_jax.scheduler.cost import WINDOW, median_ns
 from helios_jax.scheduler.invariants_acceptance import estimates
 from helios_jax.scheduler.invariants_ledgers import budgets, episodes, queue
+from helios_jax.scheduler.invariants_pages import promises
 from helios_jax.scheduler.invariants_rows import captures, published, row_columns, row_fences, row_uses
 from helios_jax.scheduler.invariants_stages import boundaries, copies, images
 from helios_jax.scheduler.programs import misfit
@@ -75,10 +78,11 @@ def _reservations(state: State) -> str | None:
     held = np.array([len(table) for table in state.pool.tables])
     if not np.array_equal(held, state.pool.held):
         return f"tables hold {held}, the ledger says {state.pool.held}"
-    if (held > state.requests.reserved_pages).any():
-        return f"tables hold {held}, reserved are {state.requests.reserved_pages}"
-    if state.requests.reserved_pages.sum() > state.limits.pages:
-        return f"{state.requests.reserved_pages.sum()} pages are reserved of {state.limits.pages}"
+    promised = state.requests.reserved_pages
+    if (held > promised).any():
+        return f"tables hold {held}, promised are {promised}"
+    if promised.sum() > state.limits.pages:
+        return f"{promised.sum()} pages are promised of {state.limits.pages}"
     return None
 
 
@@ -273,4 +277,5 @@ _CHECKS: tuple[Callable[[State], str | None], ...] = (
     boundaries,
     copies,
     estimates,
+    promises,
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from helios_jax.scheduler.catalog import ProposalSource
 from helios_jax.scheduler.programs import SOURCE_ROW, SOURCES
+from helios_jax.scheduler.reservation import page_room
 from helios_jax.scheduler.speculation import lane_lengths, optimistic, survival
 from helios_jax.scheduler.state import State
 
@@ -22,7 +23,7 @@ COPY_SOURCE = SOURCES.index(ProposalSource.COPY)
 def lane_rows(state: State, family: np.ndarray, feasible: np.ndarray) -> np.ndarray:
     """Target rows of every stream in every lane class, its pending token included; 0 where it cannot take part.
 
-    min(D + 1, W, output left, context left, and 1 + available proposals of a copy program), for
+    min(D + 1, W, output, context and pages left, and 1 + available proposals of a copy program), for
     the classes that the stream's restrictions and the selection mode allow:
 
     - adaptive: all;
@@ -46,12 +47,26 @@ def lane_rows(state: State, family: np.ndarray, feasible: np.ndarray) -> np.ndar
     if len(feasible):
         allowed = allowed & feasible[:, of][family].T
     rows = np.where(allowed, rows, 0)
+    pages = page_room(state)
+    if pages is not None:
+        _keep_within(rows, pages.end - requests.committed_len, programs.width[of] > 1, state.limits.draft_extent)
     mode, drafts = state.policy.speculation, programs.depth[of] > 0
     if mode == "off":
         rows[drafts] = 0
     elif mode == "fixed":
         _keep_widest(rows, drafts, source, programs.device_allocates[of])
     return rows
+
+
+def _keep_within(rows: np.ndarray, room: np.ndarray, wide: np.ndarray, draft_extent: int) -> None:
+    """Cut target rows to the positions that pages are at hand for, in place; drafts write `draft_extent` further.
+
+    Args:
+        room: int64 [slots] positions, below 1 where nothing may be written.
+        wide: bool [classes], those with proposals.
+    """
+    np.minimum(rows, room - draft_extent * wide[:, None], out=rows)
+    np.maximum(rows, 0, out=rows)
 
 
 def _keep_widest(rows: np.ndarray, drafts: np.ndarray, source: np.ndarray, device: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """Events of a request's life as pure functions: state in, new state out, or an error.
 
-1. `admit` (module `admission`) takes a slot and reserves worst-case pages, or says why it cannot.
+1. `admit` (module `admission`) takes a slot and is promised pages, or says why it cannot.
 2. `commit` checks a plan against the present and owns what it needs until its fence completes.
 3. `complete` (module `completion`) validates every lane, then accounts for all of them.
 4. `published_output` (module `publication`) corrects the last interval once output is visible.
@@ -21,6 +21,7 @@ from helios_jax.scheduler.cost import attempt
 from helios_jax.scheduler.programs import KINDS, index_of, misfit
 from helios_jax.scheduler.queue import closed, expected_service, may_be_over, needs_feedback, project
 from helios_jax.scheduler.refresh import PROBES, dispatched, is_funded, watch_idle
+from helios_jax.scheduler.reservation import spare_pages
 from helios_jax.scheduler.resources import PagePool, take
 from helios_jax.scheduler.retirement import retire
 from helios_jax.scheduler.service import current_rates
@@ -97,8 +98,8 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
     that it writes. Freshness is checked again: a saved plan can outlive its estimate.
 
     Raises:
-        StalePlanError: A lane's request changed since the plan was made, or the window is
-            not free; plan again.
+        StalePlanError: A lane's request changed since the plan was made, the window is not free, or
+            the pages that it needs were promised to others; plan again.
         InvariantError: The fence does not grow, or the program is not in the catalogue.
     """
     index = index_of(state.catalog, plan.shape)
@@ -118,6 +119,7 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
     requests.last_fence[slots], requests.last_use_ns[slots] = fence, state.now_ns
     requests.epoch[slots] += 1
     _extend_written(requests, slots, plan, state.limits.draft_extent)
+    _extend_promises(state, requests, slots, plan)
     return dataclasses.replace(
         state,
         requests=requests.sealed(),
@@ -148,6 +150,20 @@ def _extend_written(requests: Requests, slots: np.ndarray, plan: ScheduledPlan, 
     if lane_width(plan.shape) > 1:
         ends = ends + np.where(np.arange(len(ends)) == plan.prompt_row, 0, draft_extent)
     requests.written_len[slots] = np.maximum(requests.written_len[slots], ends)
+
+
+def _extend_promises(state: State, requests: Requests, slots: np.ndarray, plan: ScheduledPlan) -> None:
+    """Promise every lane the pages of what it may write, out of those that nobody was promised.
+
+    Raises:
+        StalePlanError: There are fewer: others were promised some since the plan was made.
+    """
+    needed = -(-requests.written_len[slots] // state.limits.page_size)
+    more = np.maximum(needed - requests.reserved_pages[slots], 0)
+    if more.sum() > spare_pages(state):
+        message = f"{plan.shape.name} needs {more.sum()} pages beyond its promises, {spare_pages(state)} are free"
+        raise StalePlanError(f"{message}; plan again")
+    requests.reserved_pages[slots] += more
 
 
 _PHASES_OF_ROLE = {

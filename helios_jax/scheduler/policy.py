@@ -38,6 +38,7 @@ from helios_jax.scheduler.cost import stale
 from helios_jax.scheduler.lanes import program_tokens
 from helios_jax.scheduler.learning import acceptance_probe
 from helios_jax.scheduler.mixed import mixed_candidates
+from helios_jax.scheduler.preemption import must_drain
 from helios_jax.scheduler.preferences import POLICY_PRESETS, PolicyConfig, policy_preset
 from helios_jax.scheduler.prerequisites import prerequisite_candidates
 from helios_jax.scheduler.queue import closed, may_be_over, needs_feedback, project
@@ -71,11 +72,16 @@ _ROLES = {
 def plan_next(state: State) -> ScheduledPlan | None:
     """The best next program; None when nothing is runnable, or nothing may be submitted before a completion.
 
+    Without outstanding frames the host asks `preemption.victim` first: streams without pages are left out.
+
     Cost: O(programs x slots) array work, no loop over their product.
     """
     if closed(state) or not state.requests.runnable.any():
         return None
-    plan = _select(project(state))
+    projected = project(state)
+    if state.frames and must_drain(projected):
+        return None
+    plan = _select(projected)
     if plan is None or not state.frames:
         return plan
     unsure = may_be_over(state)[[lane.handle.slot for lane in plan.lanes]]

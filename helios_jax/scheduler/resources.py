@@ -1,7 +1,7 @@
 """The page pool: which KV page belongs to whom.
 
 Pages are numbered 1 to `num_pages` (page 0 of the device pool is scratch). A page is either
-on the free stack or in exactly one slot's table. Admission only reserves; pages are taken
+on the free stack or in exactly one slot's table. Admission only promises; pages are taken
 when a frame that writes them is committed, and go back when the slot's last submitted fence
 is complete (`lifecycle` decides when; this module does not know fences).
 """
@@ -60,12 +60,12 @@ def take(pool: PagePool, needs: Iterable[tuple[int, int]]) -> PagePool:
     """Give every (slot, more pages) of `needs` its pages; slots are distinct.
 
     Raises:
-        InvariantError: Fewer free pages than needed; reservations make that impossible.
+        InvariantError: Fewer free pages than needed; promises (`reservation`) make that impossible.
     """
     tables, held, num_free = list(pool.tables), pool.held.copy(), pool.num_free
     for slot, count in needs:
         if count > num_free:
-            raise InvariantError(f"slot {slot} needs {count} pages, {num_free} are free: reservations were broken")
+            raise InvariantError(f"slot {slot} needs {count} pages, {num_free} are free: promises were broken")
         table = np.concatenate([tables[slot], pool.free[num_free - count : num_free][::-1]])
         table.setflags(write=False)
         tables[slot], num_free = table, num_free - count

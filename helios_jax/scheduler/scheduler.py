@@ -10,7 +10,16 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from helios_jax.errors import InvariantError
-from helios_jax.scheduler import admission, captures, completion, lifecycle, policy, publication, retirement
+from helios_jax.scheduler import (
+    admission,
+    captures,
+    completion,
+    lifecycle,
+    policy,
+    preemption,
+    publication,
+    retirement,
+)
 from helios_jax.scheduler.catalog import Catalog
 from helios_jax.scheduler.counters import snapshot_counters
 from helios_jax.scheduler.preferences import PolicyConfig
@@ -59,6 +68,10 @@ class Scheduler:
 
     def advance_to(self, now_ns: int) -> None:
         self._state = lifecycle.advance_to(self._state, now_ns)
+
+    def victim(self) -> RequestHandle | None:
+        """Who must be preempted before the next plan, because a stream has no page for its next token."""
+        return preemption.victim(self._state)
 
     def plan(self) -> ScheduledPlan | None:
         return policy.plan_next(self._state)

@@ -3,7 +3,7 @@
 It deliberately knows no clock, device, queue of waiting requests or token text. The life of
 a slot:
 
-1. FREE. `admit` gives it a new generation, reserves worst-case pages: INITIALIZE, RESTORE when
+1. FREE. `admit` gives it a new generation and promises it pages: INITIALIZE, RESTORE when
    saved state is to come back, EXTERNAL while that state is still on its way.
 2. The program of that stage completes: VISION while images of the active window are not
    encoded, then PROMPT. Prefills complete until the prompt is consumed; each stops at the
@@ -85,7 +85,9 @@ class Requests:
         private_row: Row of a request that spans several image windows, 0 if none.
         restore_row: Row that the next restore reads, 0 if the caller knows it.
         terminal_ns: When a TERMINAL request was known to be at its end.
-        reserved_pages: Worst-case pages promised at admission.
+        admission: Number of the admission, from 1; orders residents by age.
+        reserved_pages: Pages promised, at least those that it holds (`reservation`).
+        worst_pages: Pages of its prompt and all of its output; no promise is larger.
         last_fence: Last fence that names the slot, 0 if none.
         last_use_ns: Last dispatch, or arrival before the first.
         visible_ns: Last visible output, or the end of the prompt before the first.
@@ -113,7 +115,9 @@ class Requests:
     private_row: np.ndarray
     restore_row: np.ndarray
     terminal_ns: np.ndarray
+    admission: np.ndarray
     reserved_pages: np.ndarray
+    worst_pages: np.ndarray
     last_fence: np.ndarray
     last_use_ns: np.ndarray
     visible_ns: np.ndarray
@@ -138,6 +142,11 @@ class Requests:
     def active(self) -> np.ndarray:
         """bool [slots], the residents that still consume or produce tokens: the participants of service."""
         return (self.phase >= INITIALIZE) & (self.phase <= DECODE)
+
+    @property
+    def waits_outside(self) -> np.ndarray:
+        """bool [slots], residents whose state is still on its way: admitted, but not runnable."""
+        return self.phase == EXTERNAL
 
     @property
     def streams(self) -> np.ndarray:

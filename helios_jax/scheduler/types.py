@@ -109,6 +109,7 @@ class RequestSpec:
         restored_len: Prompt tokens that a restore brings back instead of prefill.
         restore_from: Id of the checkpoint that holds them, 0 if none is named.
         external: The state to restore is still on its way from outside the device.
+        preemptions: How often it gave up its pages to others before; it is promised more each time.
     """
 
     prompt: np.ndarray
@@ -123,6 +124,7 @@ class RequestSpec:
     restored_len: int = 0
     restore_from: int = 0
     external: bool = False
+    preemptions: int = 0
 
 
 class LaneRole(enum.StrEnum):

@@ -154,6 +154,10 @@ def engine_families(stats: Any) -> Iterator[Metric]:
     counters = {
         "helios_prompt_tokens": ("Prompt tokens of accepted requests.", totals.prompt_tokens),
         "helios_generation_tokens": ("Tokens generated.", totals.generation_tokens),
+        "helios_preemptions": (
+            "Sequences that gave up their pages to others and were queued again.",
+            (stats.scheduler or {}).get("requests_preempted", 0),
+        ),
         "helios_frames": ("Frames completed on the device.", totals.frames),
         "helios_host_seconds": ("Host time of the engine thread between frames.", totals.host_ns / NS_PER_S),
         "helios_device_seconds": ("Device time of the frames.", totals.device_ns / NS_PER_S),

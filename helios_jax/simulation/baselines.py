@@ -26,6 +26,7 @@ import numpy as np
 from helios_jax.errors import ConfigError
 from helios_jax.scheduler.catalog import Allocation, Catalog, ProgramKind, ProgramShape, lane_width, packed_rows
 from helios_jax.scheduler.programs import index_of
+from helios_jax.scheduler.reservation import page_room
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state import DECODE, INITIALIZE, PROMPT, Requests
 from helios_jax.scheduler.types import (
@@ -71,6 +72,9 @@ class BaselineScheduler(Scheduler):
         if len(fresh):
             return self._state_step(fresh)
         prompts, decoders = (np.flatnonzero(phase == wanted) for wanted in (PROMPT, DECODE))
+        pages = page_room(state)
+        if pages is not None:
+            decoders = decoders[pages.end[decoders] > 0]
         return self._step(prompts[np.argsort(self._rank(prompts), kind="stable")], decoders)
 
     def _rank(self, slots: np.ndarray) -> np.ndarray:
@@ -135,12 +139,15 @@ class BaselineScheduler(Scheduler):
         return sorted(slots[order[:count]].tolist())
 
     def _lane(self, slot: int, role: LaneRole, length: int) -> Lane:
-        """The lane of a slot; a round's length is cut to the output that is left."""
+        """The lane of a slot; a round's length is cut to the output and the pages that are left."""
         requests: Requests = self.state.requests
         start = int(requests.committed_len[slot])
         emits = role is LaneRole.DECODE
         if emits:
             length = min(length, int(requests.max_tokens[slot] - requests.output_len[slot]))
+            pages = page_room(self.state)
+            if pages is not None:
+                length = min(length, int(pages.end[slot]) - start - self.state.limits.draft_extent)
         elif role is LaneRole.PROMPT:
             emits = start + length == requests.prompt_len[slot] and bool(requests.max_tokens[slot] > 0)
         return Lane(RequestHandle(slot, int(requests.generation[slot])), role, start, length, bool(emits))
@@ -247,6 +254,10 @@ class VtcAdmission:
         self._left_last = client
         self._by_slot[handle.slot] = client
         self.counters[client] += INPUT_WEIGHT * self._prompt_lens[number]
+
+    def returned(self, number: int, handle: RequestHandle) -> None:
+        """A request is back in a slot: its client has paid for its prompt already."""
+        self._by_slot[handle.slot] = self._clients[number]
 
     def produced(self, slot: int) -> None:
         """A token of the request in this slot."""

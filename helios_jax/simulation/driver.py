@@ -1,6 +1,7 @@
 """Discrete-event runs of a scheduler against the synthetic device.
 
 1. Arrivals and cancellations are given as times; requests that do not fit wait in order.
+   One that gives its pages up to others waits before everybody who was not admitted yet.
 2. While the window has room and the scheduler has a plan: commit, submit.
 3. Virtual time moves to the next event: an arrival, a cancellation, a completion.
 4. A completion is accounted for, and the first token of each burst published.
@@ -12,6 +13,7 @@ gaps between visible outputs (the tokens of one burst are one output).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 from array import array
@@ -21,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from helios_jax.errors import InvariantError, RequestError
 from helios_jax.scheduler.invariants import check_invariants
+from helios_jax.scheduler.preemption import resumed
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state import FREE, state_digest
 from helios_jax.scheduler.types import (
@@ -64,6 +67,7 @@ class Served:
     largest_gap_ns: int = 0
     num_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
+    preemptions: int = 0
     gaps_ns: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     reason: str | None = None
 
@@ -91,6 +95,9 @@ class Admission(Protocol):
 
     def admitted(self, number: int, handle: RequestHandle) -> None:
         """It got its slot."""
+
+    def returned(self, number: int, handle: RequestHandle) -> None:
+        """It got a slot again after it gave way."""
 
 
 class Submitted(NamedTuple):
@@ -132,6 +139,8 @@ class Simulation:
         heapq.heapify(self._cancels)
         self._external: list[tuple[int, int]] = []  # (arrival of the state, number) of admitted requests
         self._waiting: deque[int] = deque()
+        self._preempted: list[int] = []  # they wait too, the oldest first
+        self._specs: dict[int, RequestSpec] = {}  # of those that gave way, as they are admitted again
         self._handles: dict[int, RequestHandle] = {}
         self._numbers: dict[RequestHandle, int] = {}
         self._leaving: list[RequestHandle] = []  # ended, and perhaps still owned by a frame in flight
@@ -170,8 +179,9 @@ class Simulation:
         if upcoming is not None:
             self.clock.advance_to(upcoming)
             return True
-        if self._waiting:
-            raise InvariantError(f"{len(self._waiting)} requests wait although nothing runs")
+        if self._waiting or self._preempted:
+            waiting = len(self._waiting) + len(self._preempted)
+            raise InvariantError(f"{waiting} requests wait although nothing runs")
         if self.scheduler.state.requests.runnable.any():
             raise InvariantError(f"slots {self.scheduler.state.requests.runnable.nonzero()[0]} wait for ever: no plan")
         return False
@@ -196,6 +206,7 @@ class Simulation:
             if number in self._handles:
                 self.scheduler.external_ready(self._handles[number])
                 self._checked()
+        self._make_room()
         self._admit_waiting()
         while self._max_queue is not None and len(self._waiting) > self._max_queue:
             self._refuse_waiting(len(self._waiting) - 1)  # the latest: those before it were within the bound
@@ -205,7 +216,31 @@ class Simulation:
         if self._admission:
             self._admission.arrived(number)
 
+    def _make_room(self) -> None:
+        """Preempt as long as a stream has no page for its next token."""
+        while (handle := self.scheduler.victim()) is not None:
+            number = self._numbers[handle]
+            spec, served = self._spec(number), self.requests[number]
+            count = served.num_tokens - (spec.output_len - self._arrivals[number].spec.output_len)
+            output = served.tokens[-count:] if self._keep and count else [0] * count
+            self._specs[number] = resumed(spec, output)
+            self.scheduler.preempt(handle)
+            served.preemptions += 1
+            del self._handles[number]
+            bisect.insort(self._preempted, number, key=lambda n: (self._arrivals[n].at_ns, n))
+            self._leaving.append(handle)
+            self._forget()
+            self._checked()
+
+    def _spec(self, number: int) -> RequestSpec:
+        """What the request is admitted as: what arrived, or with its output so far."""
+        return self._specs.get(number) or self._arrivals[number].spec
+
     def _admit_waiting(self) -> None:
+        while self._preempted:
+            if not self.scheduler.can_admit(self._spec(self._preempted[0])):
+                return
+            self._admit(self._preempted.pop(0))
         while self._waiting:
             index = self._admission.choose(self._waiting) if self._admission else 0
             number = self._waiting[index]
@@ -234,12 +269,12 @@ class Simulation:
             self._admission.left(number)
 
     def _admit(self, number: int) -> None:
-        spec = self._arrivals[number].spec
+        spec = self._spec(number)
         handle = self.scheduler.admit(spec, self.clock.now_ns)
         self._handles[number], self._numbers[handle] = handle, number
         self.device.admit(handle, spec, number)
         if self._admission:
-            self._admission.admitted(number, handle)
+            (self._admission.returned if spec.preemptions else self._admission.admitted)(number, handle)
         if spec.external:
             heapq.heappush(self._external, (max(self._arrivals[number].ready_ns, self.clock.now_ns + 1), number))
         self._checked()
@@ -255,6 +290,8 @@ class Simulation:
                 self._leaving.append(self._handles[number])
                 self._forget()
                 self._checked()
+            elif number in self._preempted:
+                self._preempted.remove(number)
             elif number in self._waiting:
                 self._waiting.remove(number)
                 if self._admission:
@@ -332,7 +369,7 @@ class Simulation:
                 continue
             self.device.forget(handle)
             number = self._numbers.pop(handle, None)
-            if number is not None:
+            if number is not None and self._handles.get(number) == handle:
                 del self._handles[number]
         self._leaving = still
 

@@ -15,6 +15,7 @@ from helios_jax.scheduler.retirement import awaits_capture
 from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.types import FinishReason, Lane
 from tests.property import machine_books as books
+from tests.property import machine_pages as pages
 from tests.property.machine_jobs import (
     CANCELLED,
     FEEDBACK,
@@ -54,7 +55,7 @@ def fingerprint(state: State) -> bytes:
 def check_plan(model: Model, plan: ScheduledPlan | None, state: State) -> None:
     """A plan is in the catalogue, fits its program and names requests that are ready for it; none is justified."""
     if plan is None:
-        check_no_plan(model)
+        check_no_plan(model, state)
         return
     shape, estimate = plan.shape, model.costs[plan.shape].estimate_ns
     assert not model.closed()
@@ -65,6 +66,8 @@ def check_plan(model: Model, plan: ScheduledPlan | None, state: State) -> None:
     assert plan.required_empty_queue == model.needs_feedback(plan, model.planning_ns())
     assert not model.flights or not plan.required_empty_queue
     assert math.isfinite(plan.value_rate)
+    assert pages.beyond_promises(model, plan) <= pages.spare(model)
+    assert not model.flights or pages.victim(model, state, drained=False) is None
     check_reason(model, plan)
     for row, lane in enumerate(plan.lanes):
         job = model.job_of(lane.handle)
@@ -80,15 +83,21 @@ def check_plan(model: Model, plan: ScheduledPlan | None, state: State) -> None:
 PREFILLS = (ProgramKind.PREFILL, ProgramKind.SCORED_PREFILL)
 
 
-def check_no_plan(model: Model) -> None:
+def check_no_plan(model: Model, state: State) -> None:
     """None: the window takes nothing more, nobody can run, or what may win needs an empty window."""
-    if model.closed() or not model.runnable():
+    gives_way = pages.victim(model, state, drained=False)
+    if model.closed() or not model.runnable() or (model.flights and gives_way):
         return
+    short = pages.lacking(model)
+    if all(job.key in short for job in model.runnable()):
+        assert model.flights or gives_way or any(job.stage == "external" for job in model.jobs), "nobody goes on"
+        return  # every page is promised
     assert model.flights, f"{[job.stage for job in model.runnable()]} wait for a plan"
     at_ns, ttl_ns = model.planning_ns(), model.policy.estimate_ttl_ns
     others = [shape for shape in model.catalog if shape.kind in books.GENERATING]
     unready = any(shape.kind not in QUEUEABLE or not model.costs[shape].is_fresh(at_ns, ttl_ns) for shape in others)
-    left = [job for job in model.runnable() if len(job.out) + model.queued(job)[0] < job.spec.max_tokens]
+    fed = [job for job in model.runnable() if job.key not in short]
+    left = [job for job in fed if len(job.out) + model.queued(job)[0] < job.spec.max_tokens]
     other_work = any(job.stage != "decode" for job in model.runnable())
     assert (
         unready or other_work or not left or any(job.spec.constraints & FEEDBACK or model.unsure(job) for job in left)
@@ -126,6 +135,7 @@ def check_decode(model: Model, plan: ScheduledPlan, lane: Lane, job: Job, state:
     assert job.stage == "decode"
     assert lane.emits
     assert not model.unsure(job)
+    assert job.key not in pages.lacking(model)
     assert lane.start == job.committed + ahead
     assert 1 <= lane.length <= lane_rows(shape)
     assert len(job.out) + ahead + lane.length <= job.spec.max_tokens
@@ -291,15 +301,16 @@ def check_job(model: Model, job: Job, state: State) -> None:
     assert Phase(int(requests.phase[slot])) is STAGES[job.stage], (job.key, job.stage)
     got = {name: int(getattr(requests, name)[slot]) for name in (
         "generation", "consumed_len", "committed_len", "output_len", "images_done", "window_images",
-        "reserved_pages", "last_use_ns", "last_fence")}  # fmt: skip
+        "reserved_pages", "worst_pages", "admission", "last_use_ns", "last_fence")}  # fmt: skip
     assert got == {
         "generation": job.handle.generation, "consumed_len": job.consumed, "committed_len": job.committed,
         "output_len": len(job.out), "images_done": job.images, "window_images": job.window,
-        "reserved_pages": model.needed_pages(job.spec), "last_use_ns": job.last_use_ns, "last_fence": job.last_fence,
+        "reserved_pages": job.promised, "worst_pages": pages.worst(model, job.spec), "admission": job.key + 1,
+        "last_use_ns": job.last_use_ns, "last_fence": job.last_fence,
     }, job  # fmt: skip
     if job.restored or not job.spec.restored_len:  # a restore takes its pages when it is committed
         assert len(state.pool.tables[slot]) == ceil_div(job.written, model.limits.page_size)
-    assert len(state.pool.tables[slot]) <= model.needed_pages(job.spec)
+    assert len(state.pool.tables[slot]) <= job.promised <= pages.worst(model, job.spec)
     assert awaits_capture(state, job.handle) == (job.stage == "terminal")
     if job.stage == "terminal":
         assert int(requests.terminal_ns[slot]) == job.terminal_ns
@@ -323,7 +334,7 @@ def check_learned(job: Job, state: State) -> None:
 
 
 def check_estimates(model: Model, state: State) -> None:
-    """Durations, budgets and the population prior."""
+    """Durations, budgets and the population priors."""
     costs, ttl_ns = state.costs, model.policy.estimate_ttl_ns
     mine = [model.costs[shape] for shape in model.catalog]
     assert costs.estimate_ns.tolist() == [entry.estimate_ns for entry in mine]
@@ -338,6 +349,9 @@ def check_estimates(model: Model, state: State) -> None:
         assert budget.within_bound()
     if state.acceptance.depth:
         assert np.allclose(state.acceptance.prior, model.prior, rtol=1e-9, atol=0)
+        shown = np.array([model.population["learned"], model.population["copy"]])
+        assert np.allclose(state.acceptance.accept_prior, shown[..., 0], rtol=1e-9, atol=0)
+        assert np.allclose(state.acceptance.accept_prior_weight, shown[..., 1], rtol=1e-9, atol=0)
 
 
 def check_totals(model: Model, state: State) -> None:

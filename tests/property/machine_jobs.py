@@ -60,7 +60,10 @@ def token_rows(shape: ProgramShape) -> int:
 
 @dataclasses.dataclass
 class Job:
-    """One logical request; it keeps its identity when a window restore gives it a fresh handle."""
+    """One logical request; it keeps its identity when a window restore gives it a fresh handle.
+
+    Keys count admissions, so the older of two has the smaller one.
+    """
 
     key: int
     spec: RequestSpec
@@ -73,6 +76,7 @@ class Job:
     window: int  # end of the active window
     private: bool
     learned: books.Learned
+    promised: int = 0  # pages
     out: list[int] = dataclasses.field(default_factory=list)
     copies: int = 0
     restored: bool = False  # the first restore is over

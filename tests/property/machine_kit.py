@@ -24,6 +24,7 @@ from helios_jax.scheduler import (
     State,
 )
 from helios_jax.scheduler.catalog import Allocation
+from tests.property import machine_pages as pages
 from tests.property.machine_jobs import Flight, Job, target_rows
 from tests.property.machine_model import Model
 from tests.unit.every_kind_toy import every_kind
@@ -42,7 +43,7 @@ def catalogue(*, mixed: bool, plain: bool) -> Catalog:
 
 def draw_limits(rng: random.Random) -> Limits:
     return Limits(
-        slots=rng.choice([4, 5]), pages=rng.choice([16, 48, 80]), page_size=4, max_context=44,
+        slots=rng.choice([4, 5]), pages=rng.choice([13, 16, 20, 48, 80]), page_size=4, max_context=44,
         state_rows=rng.choice([0, 1, 2, 3, 4, 6]), feature_tokens=rng.choice([0, 4, 5]),
         draft_extent=rng.choice([0, 2]), frames=rng.choice([1, 2, 2]),
     )  # fmt: skip
@@ -83,6 +84,7 @@ def draw_spec(rng: random.Random, model: Model, state: State) -> RequestSpec:
         "system_end": rng.choice(free) if rng.random() < 0.3 else 0,
         "message_ends": tuple(sorted({rng.randint(0, length) for _ in range(rng.randint(0, 3))})),
         "output_len": rng.randint(0, length - 1) if rng.random() < 0.2 else 0,
+        "preemptions": rng.choice([0, 0, 0, 1, 2, 3]),
     }
     known, kind = state.retention.checkpoints, rng.random()
     if kind < 0.4 and len(known) and not spans:
@@ -119,7 +121,7 @@ def possible(model: Model, spec: RequestSpec, state: State) -> bool:
     largest = min(limits.feature_tokens, LARGEST_PREFILL, LARGEST_IMAGE)
     return (
         len(spec.prompt) + spec.max_tokens <= limits.max_context
-        and model.needed_pages(spec) <= limits.pages
+        and pages.worst(model, spec) <= limits.pages
         and all(span.end - span.start <= largest for span in spec.image_spans)
         and sources.get(spec.restore_from) == spec.restored_len
         and (bool(limits.state_rows) or not model.needs_private(spec))

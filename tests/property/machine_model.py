@@ -31,6 +31,7 @@ from helios_jax.scheduler.catalog import ProposalSource
 from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.types import CheckpointPublished
 from tests.property import machine_books as books
+from tests.property import machine_pages as pages
 from tests.property.machine_jobs import (
     FEEDBACK,
     PREEMPTED,
@@ -45,6 +46,10 @@ from tests.property.machine_jobs import (
     target_rows,
     token_rows,
 )
+
+
+def _source(shape: ProgramShape) -> str:
+    return "copy" if shape.proposal_source is ProposalSource.COPY else "learned"
 
 
 class Model:
@@ -68,6 +73,7 @@ class Model:
         self.was_empty = False
         self.depth = max(shape.proposal_depth for shape in catalog)
         self.prior = [0.5**d for d in range(1, self.depth + 1)]
+        self.population = books.new_population(self.depth)
         self.rows: dict[int, tuple[frozenset[int], int] | None] = {}  # content: jobs with that prefix, tokens
         self.checkpoints: dict[int, tuple[frozenset[int], int]] = {}
         self.last_checkpoint = 0
@@ -85,10 +91,6 @@ class Model:
     def runnable(self) -> list[Job]:
         return [job for job in self.jobs if job.stage not in ("external", "retiring")]
 
-    def needed_pages(self, spec: RequestSpec) -> int:
-        total = len(spec.prompt) + spec.max_tokens + self.limits.draft_extent
-        return ceil_div(total, self.limits.page_size)
-
     def needs_private(self, spec: RequestSpec) -> bool:
         features = sum(span.end - span.start for span in spec.image_spans if span.end > spec.restored_len)
         return features > self.limits.feature_tokens
@@ -105,8 +107,7 @@ class Model:
 
     def fits(self, spec: RequestSpec, *, row: bool) -> bool:
         """Whether a request may be admitted now; `row`: a state row could be found for it."""
-        pages = sum(self.needed_pages(job.spec) for job in self.jobs) + self.needed_pages(spec)
-        room = len(self.jobs) < self.limits.slots and pages <= self.limits.pages
+        room = len(self.jobs) < self.limits.slots and pages.fits(self, spec)
         return room and (row or not self.needs_private(spec))
 
     def admit(self, spec: RequestSpec, handle: RequestHandle) -> Job:
@@ -120,7 +121,7 @@ class Model:
         stage = "external" if spec.external else "restore" if at else "initialize"
         job = Job(
             self.admitted, spec, handle, stage, at, at, at, images, self.window_end(spec, images),
-            self.needs_private(spec), books.Learned(self.depth, self.prior),
+            self.needs_private(spec), books.Learned(self.prior, self.population), pages.at_admission(self, spec),
         )  # fmt: skip
         self.admitted += 1
         job.last_use_ns = self.now_ns
@@ -210,6 +211,7 @@ class Model:
         alone = plan.required_empty_queue or self.needs_feedback(plan, self.now_ns)
         named = [job for job in self.jobs if job.handle in {lane.handle for lane in plan.lanes}]
         alone = alone or any(self.unsure(job) for job in named)
+        lost |= pages.beyond_promises(self, plan) > pages.spare(self)
         return self.closed() or lost or changed or unfunded or (bool(self.flights) and alone)
 
     def commit(self, plan: ScheduledPlan, fence: int) -> Flight:
@@ -223,10 +225,8 @@ class Model:
         for lane, job in zip(plan.lanes, flight.jobs, strict=True):
             self.epochs[lane.handle.slot] += 1
             job.last_use_ns, job.last_fence = self.now_ns, fence
-            if lane.role in (LaneRole.PROMPT, LaneRole.DECODE):
-                wide = lane.role is LaneRole.DECODE and lane_rows(plan.shape) > 1
-                extent = self.limits.draft_extent if wide else 0
-                job.written = max(job.written, lane.start + lane.length + extent)
+            job.written = self.reach(plan, lane, job)
+            job.promised = max(job.promised, ceil_div(job.written, self.limits.page_size))
         used = min(token_rows(plan.shape), sum(lane.length for lane in plan.lanes))
         self.used[plan.shape.kind] += used
         self.padded[plan.shape.kind] += token_rows(plan.shape) - used
@@ -236,6 +236,13 @@ class Model:
         self.last_fence, self.was_empty = fence, False
         self.flights.append(flight)
         return flight
+
+    def reach(self, plan: ScheduledPlan, lane: Lane, job: Job) -> int:
+        """How far the cache of a request may be written once a plan has run, drafts included."""
+        if lane.role not in (LaneRole.PROMPT, LaneRole.DECODE):
+            return job.written
+        wide = lane.role is LaneRole.DECODE and lane_rows(plan.shape) > 1
+        return max(job.written, lane.start + lane.length + (self.limits.draft_extent if wide else 0))
 
     def advance(self, now_ns: int) -> None:
         empty = not self.flights and not self.runnable()
@@ -263,6 +270,7 @@ class Model:
         events: list[tuple] = []
         served: dict[int, int] = {}
         lessons: list[Sequence[float]] = []
+        verdicts: list[Sequence[float]] = []
         for lane, job in zip(flight.plan.lanes, flight.jobs, strict=True):
             record, was_ended = by_handle[lane.handle], job.ended is not None
             consumed, output = job.consumed, len(job.out)
@@ -272,9 +280,13 @@ class Model:
             generated = len(job.out) - output
             served[job.key] = job.consumed - consumed + generated
             if lane.role is LaneRole.DECODE and record.valid and flight.plan.shape.proposal_depth:
-                lessons += self._learn(flight.plan.shape, lane, job, record, generated, joint, survival)
+                drafted, judged = self._learn(flight.plan.shape, lane, job, record, generated, joint, survival)
+                if not job.spec.constraints & UNTYPICAL:
+                    lessons += drafted
+                    verdicts.append(judged)
             job.learned.age(generated)
         self.prior = books.taught(self.prior, lessons)
+        books.teach_population(self.population[_source(flight.plan.shape)], verdicts)
         self._account(flight, timing, served, before)
         self.release()
         return events
@@ -372,18 +384,16 @@ class Model:
     def _learn(
         self, shape: ProgramShape, lane: Lane, job: Job, record: CompletionRecord, generated: int,
         joint: Table | None, survival: Table | None,
-    ) -> list[Sequence[float]]:  # fmt: skip
-        """What a round teaches of its request; returns what it teaches the population."""
+    ) -> tuple[list[Sequence[float]], Sequence[float]]:  # fmt: skip
+        """What a round teaches of its request: joint probabilities, if it has any, and verdicts."""
         slot, lessons = job.handle.slot, []
         if joint is not None:
-            seen = job.learned.drafted(joint[slot], lane.length, shape.proposal_depth)
-            lessons = [] if job.spec.constraints & UNTYPICAL else [seen]
-        source = "copy" if shape.proposal_source is ProposalSource.COPY else "learned"
-        job.learned.judged(
-            source, record.offered, min(record.accepted, generated), censored=generated < 1 + record.accepted,
+            lessons = [job.learned.drafted(joint[slot], lane.length, shape.proposal_depth)]
+        judged = job.learned.judged(
+            _source(shape), record.offered, min(record.accepted, generated), censored=generated < 1 + record.accepted,
             survival=None if survival is None else survival[slot],
         )  # fmt: skip
-        return lessons
+        return lessons, judged
 
     def _account(
         self, flight: Flight, timing: ExecutionTiming, served: dict[int, int], before: dict[int, float | None]

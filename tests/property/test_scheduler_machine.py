@@ -27,6 +27,7 @@ from helios_jax.scheduler import (
     RequestFinished,
     RequestHandle,
     RequestRebound,
+    RequestSpec,
     ScheduledPlan,
     admit,
     advance_to,
@@ -43,11 +44,14 @@ from helios_jax.scheduler import (
     plan_next,
     preempt,
     published_output,
+    resumed,
+    victim,
 )
 from helios_jax.scheduler.captures import demand_checkpoint, identify_checkpoint
 from helios_jax.scheduler.refresh import credit
 from helios_jax.scheduler.types import CheckpointPublished, SelectionReason
 from tests.property import machine_kit as kit
+from tests.property import machine_pages as pages
 from tests.property.machine_checks import check_frozen, check_plan, check_state, fingerprint
 from tests.property.machine_jobs import CANCELLED, PREEMPTED
 from tests.property.machine_model import Model
@@ -76,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.saved: list[ScheduledPlan] = []
         self.published: list[tuple[RequestHandle, int]] = []  # every (handle, fence) with output, the last one last
         self.handles: list[RequestHandle] = []  # ever given out
+        self.preempted: list[RequestSpec] = []  # gave way, and wait to be admitted again
         self.events: dict[RequestHandle, list[Event]] = {}
         if warm:
             times = kit.draw_durations(rng, catalog)
@@ -99,8 +104,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._admit(rng)
 
     def _admit(self, rng: random.Random) -> None:
-        spec = kit.draw_spec(rng, self.model, self.state)
+        back = bool(self.preempted)
+        spec = self.preempted[0] if back else kit.draw_spec(rng, self.model, self.state)
         before = fingerprint(self.state)
+        assert not back or kit.possible(self.model, spec, self.state)
         if not kit.possible(self.model, spec, self.state):
             for ask in (lambda: can_admit(self.state, spec), lambda: admit(self.state, spec, self.state.now_ns)):
                 with pytest.raises(RequestError):
@@ -110,6 +117,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.state, handle = admit(self.state, spec, self.state.now_ns)
             self.model.admit(spec, handle)
             self.handles.append(handle)
+            if back:
+                self.model.seen["admitted again"] += 1
+                self.preempted.pop(0)
             return
         else:
             assert not can_admit(self.state, spec)
@@ -161,6 +171,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.state = advance_to(self.state, self.state.now_ns + duration)
 
     # Plans are made and submitted.
+
+    @rule()
+    def makes_room(self) -> None:
+        """Whoever must give way does, and will be admitted again with what it has generated."""
+        while True:
+            who, expected = victim(self.state), pages.victim(self.model, self.state, drained=True)
+            assert who == (expected and expected.handle)
+            if expected is None:
+                return
+            self.model.seen["gave way"] += 1
+            spec = resumed(expected.spec, expected.out)
+            assert spec.prompt.tolist() == [*expected.spec.prompt.tolist(), *expected.out]
+            assert (spec.max_tokens, spec.output_len, spec.preemptions) == (
+                expected.spec.max_tokens - len(expected.out), expected.spec.output_len + len(expected.out),
+                expected.spec.preemptions + 1)  # fmt: skip
+            self.preempted.insert(0, spec)
+            self._end(expected.handle, PREEMPTED)
+            self.holds()
 
     @rule()
     def plans(self) -> None:
@@ -227,6 +255,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _submit(self) -> None:
         for _ in range(self.model.limits.frames):
+            self.makes_room()
             made = len(self.model.flights)
             self.saved = []
             self.plans()

@@ -39,6 +39,7 @@ def step(rng: random.Random, machine: SchedulerMachine) -> None:
         "publishes",
         "hears",
         "waits",
+        "makes_room",
         "serves_wildly",
         "misuses",
     )
@@ -56,6 +57,7 @@ def step(rng: random.Random, machine: SchedulerMachine) -> None:
         "ends": {"pick": pick, "how": rng.choice([CANCELLED, PREEMPTED, *FinishReason]), "old": rng.random() < 0.2},
         "publishes": {"pick": pick, "again": rng.random() < 0.5},
         "hears": {"pick": pick, "proposals": rng.randint(-1, 4)},
+        "makes_room": {},
         "waits": {"duration": rng.choice([0, 3, 10**5, 10**7, 40 * 10**9])},
         "identifies": {"pick": pick, "prefix": 0},
         "serves": {"times": rng.randint(2, 12), "seed": seed, "visible": rng.random() < 0.8},
@@ -76,6 +78,7 @@ EVERYTHING = {
     *(f"ended in {stage}" for stage in ("initialize", "restore", "vision", "snapshot", "prompt", "decode", "external")),
     "1 frames", "2 frames", "1 lanes", "2 lanes", "3 lanes", "4 lanes", "ended in flight", "ended between frames",
     "rebound", "published a first burst", "published a burst", "published late", "identified", "aliases", "no room",
+    "gave way", "admitted again",
     "stale plan", "fence that does not grow", "malformed",
 }  # fmt: skip
 

@@ -69,7 +69,7 @@ def move_page(state: State) -> State:
     """A page goes from the stack to a slot that does not need it: still a partition."""
     page = state.pool.free[state.pool.num_free - 1]
     state = pool(num_free=state.pool.num_free - 1)(state)
-    return table(0, lambda pages: [*pages, page])(state)
+    return table(2, lambda pages: [*pages, page])(state)
 
 
 def cost(name: str, value: int) -> Corruption:
@@ -142,6 +142,13 @@ CORRUPTIONS: list[tuple[int, str, Corruption]] = [
     (13, "a lane twice", lanes(lambda rows: (rows[0], rows[0]))),
     (13, "more rows than the program has", frame(lambda f: dataclasses.replace(
         f, plan=dataclasses.replace(f.plan, shape=ProgramShape(DECODE, 1, 1))))),
+    (26, "less promised than the prompt needs", column("reserved_pages", 2, 2)),
+    (26, "more promised than the worst case", column("reserved_pages", 1, 17)),
+    (26, "another worst case", column("worst_pages", 1, 1)),
+    (26, "an admission twice", column("admission", 1, 1)),
+    (26, "an admission in the future", column("admission", 2, 9)),
+    (26, "less promised than its worst case to one that gave way twice", lambda s: dataclasses.replace(
+        s, specs=(*s.specs[:2], dataclasses.replace(s.specs[2], preemptions=2), s.specs[3]))),
 ]  # fmt: skip
 
 
