@@ -21,6 +21,8 @@ def estimates(state: State) -> str | None:
         "forecast_mean": (slots, depth),
         "forecast_weight": (slots, depth),
         "prior": (depth,),
+        "accept_prior": (NUM_SOURCES, depth),
+        "accept_prior_weight": (NUM_SOURCES, depth),
     }
     for name, shape in shapes.items():
         column = getattr(known, name)

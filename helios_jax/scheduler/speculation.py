@@ -8,7 +8,8 @@ d proposals.
 
 The life of a slot's estimates:
 
-1. `reset_slots` at admission: 0.5^d, and the population prior, with weight two.
+1. `reset_slots` at admission, with weight two: a forecast starts from the population prior, acceptance
+   from 0.5^d or what the population's rounds show, whichever is higher (ADR 0015).
 2. A round completes: `observe_forecast`, then `observe_acceptance`, which ages what the slot
    knows by the tokens that it generated (also of rounds and programs without proposals).
 3. A decision reads `survival` (ordinary) or `optimistic` (probes), and prices lanes with
@@ -26,7 +27,7 @@ import math
 
 import numpy as np
 
-from helios_jax.errors import InvariantError
+from helios_jax.scheduler.sidecars import checked_confidence, checked_survival
 
 LEARNED, COPY = 0, 1  # rows of the source axis
 NUM_SOURCES = 2
@@ -36,7 +37,6 @@ LEAST_WEIGHT = 1e-100  # far below any weight that matters; bounds the division 
 HALF_LIFE_TOKENS = 128.0
 PRIOR_STEP = 1.0 / 64.0  # weight of one completed prefix probability in the population prior
 OPTIMISM = math.log(20.0) / 2.0
-TOLERANCE = 1e-5  # rounding allowed to float32 running products of the device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,6 +47,7 @@ class Acceptance:
         accept_mean, accept_weight: [slots, sources, depth] verified survival of each prefix.
         forecast_mean, forecast_weight: [slots, depth] joint prefix probability of the draft.
         prior: [depth] population prior of the forecasts.
+        accept_prior, accept_prior_weight: [sources, depth] verified survival over the population.
     """
 
     accept_mean: np.ndarray
@@ -54,6 +55,8 @@ class Acceptance:
     forecast_mean: np.ndarray
     forecast_weight: np.ndarray
     prior: np.ndarray
+    accept_prior: np.ndarray
+    accept_prior_weight: np.ndarray
 
     @property
     def depth(self) -> int:
@@ -70,16 +73,21 @@ def new_acceptance(slots: int, depth: int) -> Acceptance:
             forecast_mean=np.tile(halves, (slots, 1)),
             forecast_weight=np.full((slots, depth), FIRST_WEIGHT),
             prior=halves,
+            accept_prior=np.tile(halves, (NUM_SOURCES, 1)),
+            accept_prior_weight=np.full((NUM_SOURCES, depth), FIRST_WEIGHT),
         )
     )
 
 
 def reset_slots(acceptance: Acceptance, slots: np.ndarray | list[int]) -> Acceptance:
-    """Forget the former occupants of `slots`: nothing of a request outlives it but its share in the prior."""
+    """Forget the former occupants of `slots`: nothing of a request outlives it but its share in the priors.
+
+    Acceptance starts no lower than 0.5^d: every request tries its luck, whatever became of others.
+    """
     if not acceptance.depth or not len(slots):
         return acceptance
     draft = _draft(acceptance)
-    draft.accept_mean[slots] = 0.5 ** np.arange(1.0, acceptance.depth + 1.0)
+    draft.accept_mean[slots] = np.maximum(0.5 ** np.arange(1.0, acceptance.depth + 1.0), acceptance.accept_prior)
     draft.forecast_mean[slots] = acceptance.prior
     draft.accept_weight[slots] = draft.forecast_weight[slots] = FIRST_WEIGHT
     return _sealed(draft)
@@ -88,6 +96,7 @@ def reset_slots(acceptance: Acceptance, slots: np.ndarray | list[int]) -> Accept
 def observe_acceptance(
     acceptance: Acceptance, source: np.ndarray | int, offered: np.ndarray, accepted: np.ndarray,
     censored: np.ndarray, generated: np.ndarray, survival: np.ndarray | None = None,
+    teaches: np.ndarray | None = None,
 ) -> Acceptance:  # fmt: skip
     """Learn what the target decided in one completed frame, then age by the tokens generated.
 
@@ -103,6 +112,7 @@ def observe_acceptance(
         generated: int [slots] output tokens of this frame.
         survival: [slots, >= offered] cumulative products of min(1, p / q), or None. Where a value
             is a number it replaces the 0 or 1 that was observed; NaN covers nothing.
+        teaches: bool [slots] lanes that teach the population as well (no target-only constraint); None = nobody.
 
     Raises:
         InvariantError: A survival value outside [0, 1], or a rising row.
@@ -121,6 +131,9 @@ def observe_acceptance(
     mean, weight = draft.accept_mean[slots, rows_of], draft.accept_weight[slots, rows_of]
     _average(mean, weight, observed[slots], seen[slots])
     draft.accept_mean[slots, rows_of], draft.accept_weight[slots, rows_of] = mean, weight
+    if teaches is not None:
+        kept = seen & teaches[:, None]
+        _teach_population(draft, np.where(kept, observed, np.nan), np.broadcast_to(np.asarray(source), offered.shape))
     fading = np.exp2(-np.asarray(generated, np.float64) / HALF_LIFE_TOKENS)
     draft.accept_weight[:] *= fading[:, None, None]
     draft.forecast_weight[:] *= fading[:, None]
@@ -155,42 +168,6 @@ def observe_forecast(
     _average(draft.forecast_mean, draft.forecast_weight, joint, seen)
     draft.prior[:] = _taught(acceptance.prior, np.where(seen & teaches[:, None], joint, np.nan))
     return _sealed(draft)
-
-
-def checked_confidence(confidence: np.ndarray, lanes: np.ndarray, produced: int) -> np.ndarray:
-    """The sidecar as float64, every produced prefix of every lane being a valid probability.
-
-    Raises:
-        InvariantError: Wrong shape, a value outside [0, 1] or not finite, or a rising joint probability.
-    """
-    planes = _numbers(confidence, "confidence sidecar")
-    if planes.ndim != 3 or planes.shape[0] != 2 or planes.shape[1] != len(lanes) or planes.shape[2] < produced:
-        raise InvariantError(
-            f"the confidence sidecar must be [2, {len(lanes)}, >= {produced}], it is {list(planes.shape)}"
-        )
-    covered = np.broadcast_to(lanes[:, None], (len(lanes), produced))
-    values = planes[:, :, :produced]
-    valid = (values >= -TOLERANCE) & (values <= 1.0 + TOLERANCE)  # NaN compares false
-    if not (valid | ~covered).all():
-        slot = int(np.argwhere(~(valid | ~covered))[0, 1])
-        raise InvariantError(f"the confidence of slot {slot} is not made of probabilities: {values[:, slot].tolist()}")
-    _check_falling(values[1], covered, "joint confidence", partial=False)
-    return planes
-
-
-def checked_survival(rows: np.ndarray, offered: np.ndarray) -> np.ndarray:
-    """The survival rows as float64, each number of an offered prefix being a probability that does not rise.
-
-    Raises:
-        InvariantError: Wrong shape, a value outside [0, 1] or infinite, or a rising row.
-    """
-    values = _numbers(rows, "survival sidecar")
-    most = int(offered.max(initial=0))
-    if values.ndim != 2 or len(values) != len(offered) or values.shape[1] < most:
-        raise InvariantError(f"survival rows must be [{len(offered)}, >= {most}], they are {list(values.shape)}")
-    covered = np.arange(1, values.shape[1] + 1) <= offered[:, None]
-    _check_falling(values, covered, "survival", partial=True)
-    return values
 
 
 def survival(mean: np.ndarray, alpha: float = 1.0) -> np.ndarray:
@@ -247,6 +224,21 @@ def _average(mean: np.ndarray, weight: np.ndarray, observed: np.ndarray, seen: n
     weight[seen] = np.minimum(weight[seen] + 1.0, MAX_WEIGHT)
 
 
+def _teach_population(draft: Acceptance, lessons: np.ndarray, source: np.ndarray) -> None:
+    """The same average over all lessons of a frame, in place; it does not age, its cap forgets.
+
+    Args:
+        lessons: [slots, depth], NaN teaches nothing; added in ascending order, so that slots do not matter.
+        source: int [slots].
+    """
+    ordered = np.sort(np.where(source[:, None] == np.arange(NUM_SOURCES)[:, None, None], lessons, np.nan), axis=1)
+    known = ~np.isnan(ordered)
+    count, total = known.sum(axis=1), np.where(known, ordered, 0.0).sum(axis=1)
+    weight = draft.accept_prior_weight
+    draft.accept_prior[:] = (draft.accept_prior * weight + total) / (weight + count)
+    weight[:] = np.minimum(weight + count, MAX_WEIGHT)
+
+
 def _taught(prior: np.ndarray, lessons: np.ndarray) -> np.ndarray:
     """p <- p + (y - p) / 64 for each number of `lessons` [n, depth], ascending; NaN teaches nothing.
 
@@ -258,28 +250,6 @@ def _taught(prior: np.ndarray, lessons: np.ndarray) -> np.ndarray:
     later = count - 1 - np.arange(len(ordered))[:, None]
     shares = np.where(later >= 0, PRIOR_STEP * keep ** np.maximum(later, 0), 0.0)
     return prior * keep**count + (shares * np.where(np.isnan(ordered), 0.0, ordered)).sum(axis=0)
-
-
-def _check_falling(values: np.ndarray, covered: np.ndarray, what: str, *, partial: bool) -> None:
-    """Covered values are probabilities that never rise along a row; with `partial` NaN covers nothing."""
-    numbers = covered & ~np.isnan(values) if partial else covered
-    lowest = np.minimum.accumulate(np.where(numbers, values, np.inf), axis=-1)
-    valid = (values >= -TOLERANCE) & (values <= 1.0 + TOLERANCE) & (values <= lowest + TOLERANCE)
-    if (numbers & ~valid).any():
-        row = int(np.argwhere(numbers & ~valid)[0, 0])
-        raise InvariantError(f"the {what} of slot {row} must fall within [0, 1], it is {values[row].tolist()}")
-
-
-def _numbers(values: object, what: str) -> np.ndarray:
-    """float64 of what a device reported.
-
-    Raises:
-        InvariantError: It is not an array of numbers.
-    """
-    try:
-        return np.asarray(values, np.float64)
-    except (TypeError, ValueError) as error:
-        raise InvariantError(f"the {what} is not an array of numbers: {error}") from error
 
 
 def _fitted(rows: np.ndarray, depth: int) -> np.ndarray:

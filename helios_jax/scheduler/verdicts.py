@@ -13,12 +13,11 @@ import numpy as np
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler.catalog import ProposalSource
 from helios_jax.scheduler.records import has_ended, needs_confidence
+from helios_jax.scheduler.sidecars import checked_confidence, checked_survival
 from helios_jax.scheduler.speculation import (
     COPY,
     LEARNED,
     Acceptance,
-    checked_confidence,
-    checked_survival,
     observe_acceptance,
     observe_forecast,
 )
@@ -82,12 +81,12 @@ def learned(
         ]
         slots, *counts = zip(*taught, strict=True) if taught else ((), (), (), ())
         columns[:, np.array(slots, np.int64)] = counts
+    teaches = (state.requests.constraints & _UNTYPICAL) == 0
     if confidence is not None:
-        teaches = (state.requests.constraints & _UNTYPICAL) == 0
         estimates = observe_forecast(estimates, confidence, ceilings, teaches, shape.proposal_depth)
     # Output that ended inside the accepted prefix hides what would have come of the rest.
     censored = generated < 1 + accepted
     source = COPY if shape.proposal_source is ProposalSource.COPY else LEARNED
     return observe_acceptance(
-        estimates, source, offered, np.minimum(accepted, generated), censored, generated, survival
+        estimates, source, offered, np.minimum(accepted, generated), censored, generated, survival, teaches
     )

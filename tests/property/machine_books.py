@@ -128,14 +128,21 @@ def reference_ms(
 class Learned:
     """Acceptance and forecast estimates of one request: [mean, weight] of each depth."""
 
-    def __init__(self, depth: int, prior: Sequence[float]) -> None:
-        self.accept = {source: [[0.5**d, 2.0] for d in range(1, depth + 1)] for source in ("learned", "copy")}
+    def __init__(self, prior: Sequence[float], population: dict[str, list[list[float]]]) -> None:
+        self.accept = {
+            source: [[max(mean, 0.5**d), 2.0] for d, (mean, _) in enumerate(shown, 1)]
+            for source, shown in population.items()
+        }
         self.forecast = [[mean, 2.0] for mean in prior]
 
     def judged(
         self, source: str, offered: int, accepted: int, *, censored: bool, survival: Sequence[float] | None
-    ) -> None:
-        """1 for accepted prefixes, 0 for rejected ones, nothing behind an end; survival rows replace both."""
+    ) -> list[float]:
+        """1 for accepted prefixes, 0 for rejected ones, nothing behind an end; survival rows replace both.
+
+        Returns what was seen of depth 1 and on.
+        """
+        lessons = []
         for d in range(1, offered + 1):
             if d > accepted and censored:
                 break
@@ -143,6 +150,8 @@ class Learned:
             if survival is not None and not math.isnan(survival[d - 1]):
                 seen = survival[d - 1]
             _average(self.accept[source][d - 1], seen)
+            lessons.append(seen)
+        return lessons
 
     def drafted(self, joint: Sequence[float], ceiling: int, depth: int) -> list[float]:
         """Forecasts of the prefixes below a lane's ceiling; returns what was seen."""
@@ -159,6 +168,19 @@ class Learned:
 def _average(entry: list[float], seen: float) -> None:
     mean, weight = entry
     entry[:] = (mean * weight + seen) / (weight + 1.0), min(weight + 1.0, 128.0)
+
+
+def new_population(depth: int) -> dict[str, list[list[float]]]:
+    """[mean, weight] of each depth and source over all requests."""
+    return {source: [[0.5**d, 2.0] for d in range(1, depth + 1)] for source in ("learned", "copy")}
+
+
+def teach_population(shown: list[list[float]], lessons: Sequence[Sequence[float]]) -> None:
+    """All lessons of a frame at once: their mean and the mean before it, each by its weight."""
+    for d, entry in enumerate(shown):
+        seen = [row[d] for row in lessons if d < len(row)]
+        mean, weight = entry
+        entry[:] = (mean * weight + sum(seen)) / (weight + len(seen)), min(weight + len(seen), 128.0)
 
 
 def taught(prior: Sequence[float], lessons: Iterable[Sequence[float]]) -> list[float]:

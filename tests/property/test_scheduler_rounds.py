@@ -201,7 +201,7 @@ def permuted(state: State, order: list[int]) -> State:
     requests = Requests(*[getattr(state.requests, name)[order] for name in REQUEST_COLUMNS]).sealed()
     known = state.acceptance
     columns = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
-    moved = {name: column if name == "prior" else column[order] for name, column in columns.items()}
+    moved = {name: column if "prior" in name else column[order] for name, column in columns.items()}
     specs = tuple(state.specs[slot] for slot in order)
     return dataclasses.replace(state, requests=requests, specs=specs, acceptance=dataclasses.replace(known, **moved))
 

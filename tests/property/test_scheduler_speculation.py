@@ -33,6 +33,7 @@ class Book:
         self.prior = [0.5**d for d in range(1, DEPTH + 1)]
         self.accept: dict[tuple[int, int, int], list[float]] = {}
         self.forecast: dict[tuple[int, int], list[float]] = {}
+        self.shown = {(source, d): [0.5 ** (d + 1), 2.0] for source in (LEARNED, COPY) for d in range(DEPTH)}
         for slot in range(SLOTS):
             self.reset(slot)
 
@@ -40,7 +41,7 @@ class Book:
         for d in range(DEPTH):
             self.forecast[slot, d] = [self.prior[d], 2.0]
             for source in (LEARNED, COPY):
-                self.accept[slot, source, d] = [0.5 ** (d + 1), 2.0]
+                self.accept[slot, source, d] = [max(0.5 ** (d + 1), self.shown[source, d][0]), 2.0]
 
     @staticmethod
     def average(entry: list[float], y: float) -> None:
@@ -48,13 +49,25 @@ class Book:
         entry[0] = (mean * weight + y) / (weight + 1)
         entry[1] = min(weight + 1, 128.0)
 
-    def acceptance(self, slot: int, source: int, offered: int, accepted: int, censored: bool, rows: list) -> None:
+    def acceptance(
+        self, slot: int, source: int, offered: int, accepted: int, censored: bool, rows: list
+    ) -> list[tuple[tuple[int, int], float]]:
+        """Returns the lessons: (source, depth) and what was seen."""
+        lessons = []
         for d in range(1, offered + 1):
             if d <= accepted or not censored:
                 y = 1.0 if d <= accepted else 0.0
                 if rows and not math.isnan(rows[d - 1]):
                     y = rows[d - 1]
                 self.average(self.accept[slot, source, d - 1], y)
+                lessons.append(((source, d - 1), y))
+        return lessons
+
+    def population(self, lessons: list[tuple[tuple[int, int], float]]) -> None:
+        """Every lesson of a frame counts once, the mean before it with its weight; the cap comes after."""
+        for where, (mean, weight) in list(self.shown.items()):
+            seen = [y for place, y in lessons if place == where]
+            self.shown[where] = [(mean * weight + sum(seen)) / (weight + len(seen)), min(weight + len(seen), 128.0)]
 
     def age(self, slot: int, generated: int) -> None:
         for (owner, *_), entry in [*self.accept.items(), *self.forecast.items()]:
@@ -80,6 +93,9 @@ class Book:
         where = tuple(np.array(list(self.forecast)).T)
         found = np.stack([estimates.forecast_mean[where], estimates.forecast_weight[where]], axis=1)
         np.testing.assert_allclose(found, list(self.forecast.values()), **close)
+        where = tuple(np.array(list(self.shown)).T)
+        found = np.stack([estimates.accept_prior[where], estimates.accept_prior_weight[where]], axis=1)
+        np.testing.assert_allclose(found, list(self.shown.values()), **close)
 
 
 def sidecar(rng: random.Random) -> np.ndarray:
@@ -101,6 +117,7 @@ def test_observations_follow_the_formulas(seed: int) -> None:
         censored = [rng.random() < 0.2 for _ in range(SLOTS)]
         generated = [rng.choice([0, 1, 1 + count, 300]) for count in accepted]
         source = [rng.choice([LEARNED, COPY]) for _ in range(SLOTS)]
+        typical = [rng.random() < 0.7 for _ in range(SLOTS)]
         if rng.random() < 0.6:
             confidence, produced = sidecar(rng), rng.randint(0, DEPTH)
             ceilings = [rng.randint(0, produced + 1) for _ in range(SLOTS)]
@@ -113,12 +130,15 @@ def test_observations_follow_the_formulas(seed: int) -> None:
             rows[rng.randrange(SLOTS), rng.randrange(DEPTH) :] = np.nan
         estimates = observe_acceptance(
             estimates, np.array(source), np.array(offered), np.array(accepted), np.array(censored),
-            np.array(generated), rows,
+            np.array(generated), rows, np.array(typical),
         )  # fmt: skip
+        lessons = []
         for slot in range(SLOTS):
             row = [] if rows is None else rows[slot].tolist()
-            book.acceptance(slot, source[slot], offered[slot], accepted[slot], censored[slot], row)
+            seen = book.acceptance(slot, source[slot], offered[slot], accepted[slot], censored[slot], row)
+            lessons += seen if typical[slot] else []
             book.age(slot, generated[slot])
+        book.population(lessons)
         book.check(estimates)
 
 
@@ -194,6 +214,26 @@ def test_constrained_requests_teach_nobody_and_new_ones_start_from_the_populatio
     fresh = reset_slots(estimates, [1])
     assert np.array_equal(fresh.forecast_mean[1], estimates.prior)
     assert fresh.accept_mean[1].tolist() == [[0.5, 0.25, 0.125]] * 2
+
+
+def test_acceptance_of_a_new_request_starts_from_the_population_and_no_lower_than_halves() -> None:
+    """Others' successes are a better guess than 0.5^d; their failures, and constrained requests, cost it nothing."""
+    halves, both = [0.5, 0.25, 0.125], np.array([3, 3])
+    calm, one = np.zeros(2, np.bool_), np.array([True, False])
+
+    def started(accepted: list[int], teaches: np.ndarray, rounds: int = 200) -> np.ndarray:
+        estimates = new_acceptance(2, 3)
+        for _ in range(rounds):
+            tokens = np.array(accepted) + 1
+            estimates = observe_acceptance(estimates, LEARNED, both, np.array(accepted), calm, tokens, teaches=teaches)
+        return reset_slots(estimates, [1]).accept_mean[1]
+
+    assert (started([3, 3], one)[LEARNED] > 0.99).all()
+    assert started([3, 3], one)[COPY].tolist() == halves  # each source for itself
+    assert started([0, 0], one)[LEARNED].tolist() == halves
+    assert started([3, 0], ~one)[LEARNED].tolist() == halves  # slot 0 is constrained
+    assert started([3, 3], calm)[LEARNED].tolist() == halves
+    np.testing.assert_allclose(started([2, 0], one, rounds=1)[LEARNED], [2 / 3, 0.5, 0.125])
 
 
 BAD_VALUES = {"above": 1.5, "negative": -0.25, "nan": np.nan, "infinite": np.inf}

@@ -49,6 +49,8 @@ CORRUPTIONS: list[tuple[int, str, Corruption]] = [
     (25, "a negative weight", column("forecast_weight", (1, 2), -1.0)),
     (25, "a prior outside [0, 1]", column("prior", (0,), 1.1)),
     (25, "a prior that rises", column("prior", (2,), 0.9)),
+    (25, "a population without numbers", column("accept_prior", (1, 0), np.nan)),
+    (25, "a population of too much weight", column("accept_prior_weight", (0, 2), 129.0)),
     (25, "observations of a slot without history", column("accept_weight", (2, 0, 0), 3.0)),
     (25, "a depth too few", shaped("forecast_mean", lambda c: c[:, :2])),
     (25, "half precision", shaped("accept_mean", lambda c: c.astype(np.float32))),
