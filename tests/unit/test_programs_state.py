@@ -187,5 +187,5 @@ def test_foreign_page_ids_and_tokens_touch_only_scratch() -> None:
 
 def test_kinds_without_a_program_are_refused() -> None:
     dims = Dims(slots=1, pages_per_slot=1, num_pages=2, page_size=16, vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="no program of kind mixed"):
-        build_program(ProgramShape(ProgramKind.MIXED, 1, 1), Toy(), dims, "float32")
+    with pytest.raises(ValueError, match="no program of kind vision"):
+        build_program(ProgramShape(ProgramKind.VISION, 1, 1), Toy(), dims, "float32")
