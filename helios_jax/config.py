@@ -14,6 +14,7 @@ CACHE_VARIABLE = "HELIOS_JAX_CACHE"
 API_KEY_VARIABLE = "HELIOS_JAX_API_KEY"
 DEFAULT_MAX_QUEUE = 256  # sequences that may wait for a slot
 DEFAULT_READY_TIMEOUT_S = 60.0
+DEFAULT_GRAMMAR_TIMEOUT_S = 5.0
 MAX_QUEUE_LIMIT = 1_000_000
 SPEC_WIDTHS = ("adaptive", "fixed", "off")
 
@@ -44,6 +45,7 @@ class EngineConfig:
             device may share target rows between requests; "fixed": the widest only; "off": none is used.
         mtp_adaptive_verification_alpha: Exponent on the acceptance estimates that widths are chosen by, finite
             and positive; above 1 is more careful than what was observed, None is 1.
+        grammar_timeout_s: For the compilation of one grammar of structured outputs; slower ones are refused.
         async_scheduling: Submit the next decode step before the last one is over, so that the device does not
             wait for the host; False has one frame in flight at a time.
 
@@ -62,14 +64,16 @@ class EngineConfig:
     spec_width: str = "adaptive"
     mtp_adaptive_verification_alpha: float | None = None
     async_scheduling: bool = True
+    grammar_timeout_s: float = DEFAULT_GRAMMAR_TIMEOUT_S
 
     def __post_init__(self) -> None:
         queue = self.max_queue
         if not isinstance(queue, int) or isinstance(queue, bool) or not 0 <= queue <= MAX_QUEUE_LIMIT:
             raise ConfigError(f"max_queue must be an integer in [0, {MAX_QUEUE_LIMIT}], got {queue!r}")
-        timeout = self.ready_timeout_s
-        if not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
-            raise ConfigError(f"ready_timeout_s must be a positive number of seconds, got {timeout!r}")
+        for name in ("ready_timeout_s", "grammar_timeout_s"):
+            timeout = getattr(self, name)
+            if not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
+                raise ConfigError(f"{name} must be a positive number of seconds, got {timeout!r}")
         if self.spec_width not in SPEC_WIDTHS:
             raise ConfigError(f"spec_width must be one of {', '.join(SPEC_WIDTHS)}, got {self.spec_width!r}")
         alpha = self.mtp_adaptive_verification_alpha

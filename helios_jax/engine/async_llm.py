@@ -180,14 +180,19 @@ class AsyncLLM:
         """
         assembly = self._ready
         sink = self._sink()
+        params = params or SamplingParams()
         try:
+            grammar = assembly.intake.kept_grammar(params)
+            if grammar is None and params.structured_outputs is not None:
+                grammar = await asyncio.wrap_future(assembly.intake.compile_grammar(params))
             request = assembly.intake.request(
                 prompt,
-                params or SamplingParams(),
+                params,
                 request_id=request_id or f"req-{uuid.uuid4().hex}",
                 sink=sink,
                 arrival_ns=self._clock() if arrival_ns is None else arrival_ns,
                 text=prompt_text,
+                grammar=grammar,
             )
         except Exception:
             assembly.engine.board.count_refused()

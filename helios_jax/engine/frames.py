@@ -11,6 +11,7 @@ import numpy as np
 
 from helios_jax.aot.abi import Dims, Layout, completion_layout, control_layout
 from helios_jax.engine.drafting import Drafting
+from helios_jax.engine.grammar import frame_bits, has_masks
 from helios_jax.engine.request import Sequence
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSource
@@ -69,7 +70,15 @@ class FrameBuilder:
             self._prompt(fields, plan.lanes, sequences)
         wanted = any(lane.emits and sequences[lane.handle].params.logprobs is not None for lane in plan.lanes)
         fields["want_logprobs"][0] = wanted
+        fields["masked"][0] = has_masks(plan, sequences)
         return ints, floats
+
+    def bits(self, plan: ScheduledPlan, sequences: Mapping[RequestHandle, Sequence]) -> np.ndarray | None:
+        """The mask of a frame whose lanes have grammars; None if none has."""
+        return frame_bits(plan, sequences, self.dims, self._copies)
+
+    def _copies(self, handle: RequestHandle) -> tuple[int, ...]:
+        return self._drafting.copies(handle)[0] if self._drafting is not None else ()
 
     def _initialize(self, fields: Fields, lanes: tuple[Lane, ...], sequences: Mapping[RequestHandle, Sequence]) -> None:
         fields["bias_ids"][:] = -1

@@ -11,6 +11,7 @@ import os
 import reprlib
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from helios_jax.engine.request import Request, Sequence, Sink
 from helios_jax.errors import RequestError
 from helios_jax.scheduler.types import Constraint, Limits, RequestSpec
 from helios_jax.text.detokenizer import Detokenizer
+from helios_jax.text.grammar import Grammar, GrammarCompiler
+from helios_jax.text.grammar_schema import GrammarError
 from helios_jax.text.stops import StopBuffer
 
 SEED_BITS = 64
@@ -35,6 +38,7 @@ class Intake:
         vocab_size: Ids from here up do not exist.
         eos_token_ids: Any of them ends an output unless `ignore_eos`.
         tokenizer: Text in and out.
+        grammars: Compiles what structured outputs ask for.
         max_sequences: Sequences that slots and queue hold together; bounds n.
         can_score: The core has scored-prefill programs (they are optional).
     """
@@ -43,6 +47,7 @@ class Intake:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Any
+    grammars: GrammarCompiler
     max_sequences: int
     can_score: bool = True
 
@@ -60,8 +65,11 @@ class Intake:
         sink: Sink,
         arrival_ns: int,
         text: str | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Check and build one request; `text` is the prompt's text where ids are given.
+
+        `grammar` is what `self.grammar(params)` gave; None compiles it here.
 
         `max_tokens` None, or more than the context leaves, means what the context leaves.
 
@@ -91,10 +99,38 @@ class Intake:
             request.prompt_logprobs = [None]
         tokens = np.asarray(ids, np.int32)
         base = params.seed if params.seed is not None else int.from_bytes(os.urandom(SEED_BITS // 8), "little")
-        request.sequences = [self._sequence(request, index, base, tokens) for index in range(params.n)]
+        grammar = grammar or self.grammar(params)
+        request.sequences = [self._sequence(request, index, base, tokens, grammar) for index in range(params.n)]
         return request
 
-    def _sequence(self, request: Request, index: int, base_seed: int, tokens: np.ndarray) -> Sequence:
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """The compiled grammar of a request, None if it has none; may take seconds.
+
+        Raises:
+            RequestError: It is invalid, not supported, or beyond the limits.
+            CapacityError: Too many others compile grammars.
+        """
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        spec = asked.spec()
+        try:
+            return self.grammars.compile(spec)
+        except GrammarError as error:
+            raise asked.named(error) from error
+
+    def kept_grammar(self, params: SamplingParams) -> Grammar | None:
+        """As `grammar`, at once: None also if it is not compiled yet."""
+        asked = params.structured_outputs
+        return None if asked is None else self.grammars.kept(asked.spec())
+
+    def compile_grammar(self, params: SamplingParams) -> Future[Grammar | None]:
+        """As `grammar`, in a thread of the compiler's: an event loop must not wait for it."""
+        return self.grammars.pool.submit(self.grammar, params)
+
+    def _sequence(
+        self, request: Request, index: int, base_seed: int, tokens: np.ndarray, grammar: Grammar | None
+    ) -> Sequence:
         params = request.params
         room = self.max_context - len(tokens)
         stop_ids = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
@@ -112,6 +148,7 @@ class Intake:
             spec=spec,
             detokenizer=Detokenizer(self.tokenizer, request.prompt_token_ids, params.skip_special_tokens),
             stops=StopBuffer(tuple(params.stop or ()), params.include_stop_str_in_output),
+            matcher=None if grammar is None else grammar.matcher(),
         )
 
     def _token_ids(self, prompt: SequenceOf[int], params: SamplingParams) -> list[int]:
@@ -176,6 +213,8 @@ def _constraints(params: SamplingParams) -> Constraint:
     penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     if penalised or params.logit_bias:
         constraints |= Constraint.TARGET_ONLY  # they act on the target, where no draft sees them
+    if params.structured_outputs is not None:
+        constraints |= Constraint.GRAMMAR | Constraint.NO_LEARNED  # no host sees learned proposals before they run
     return constraints
 
 

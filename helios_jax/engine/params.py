@@ -7,6 +7,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 
+from helios_jax.engine.structured import StructuredOutputsParams
 from helios_jax.errors import RequestError
 
 MAX_LOGIT_BIAS = 300  # entries, OpenAI's limit; equals aot.abi's static extent
@@ -33,8 +34,8 @@ def _require(condition: bool, param: str, message: str) -> None:
 class SamplingParams:
     """Sampling settings of a request; everything is checked on construction.
 
-    Order on the device: repetition, frequency, presence penalty; logit bias; temperature;
-    min-p; top-k; top-p. `temperature=0` is greedy.
+    Order on the device: repetition, frequency, presence penalty; logit bias; what a grammar allows;
+    temperature; min-p; top-k; top-p. `temperature=0` is greedy.
 
     Raises:
         RequestError: Naming the field, what was given and what is allowed.
@@ -58,10 +59,16 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: OutputKind = OutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        _require(
+            self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputsParams),
+            "structured_outputs",
+            "structured_outputs must be a StructuredOutputsParams",
+        )
         if self.stop is None:
             self.stop = ()
         elif isinstance(self.stop, str):

@@ -32,14 +32,16 @@ class FrameEffects:
     Attributes:
         published: Handles whose visible text grew by tokens of this frame. Text held back that an
             end without a token releases is no delivery of the frame: it served nothing.
-        stopped: Sequences that a stop string ended; the scheduler has not heard of it.
+        stopped: Sequences that a stop string or the end of a grammar ended; the scheduler has not heard of it.
         ended: Sequences that have a finish reason now (the stopped ones included).
+        failed: Sequences whose grammar cannot go on; they have no finish reason.
         tokens: Tokens that sequences took.
     """
 
     published: list[RequestHandle] = dataclasses.field(default_factory=list)
     stopped: list[Sequence] = dataclasses.field(default_factory=list)
     ended: list[Sequence] = dataclasses.field(default_factory=list)
+    failed: list[Sequence] = dataclasses.field(default_factory=list)
     tokens: int = 0
 
 
@@ -85,21 +87,23 @@ class Publisher:
             if isinstance(event, GeneratedToken):
                 number = burst.get(event.handle, 0)
                 burst[event.handle] = number + 1
-                if sequence.hit_stop_string:
-                    continue  # the rest of the burst lies behind the stop string
+                if sequence.is_host_ended:
+                    continue  # the rest of the burst lies behind its end
                 effects.tokens += 1
                 index = (rows[event.handle], number) if in_round else (rows[event.handle],)
                 last = ends.get(event.handle)
                 # Only the last token of a burst can be the one that ended it.
                 final = last if last is not None and event is finals.get(event.handle) else None
                 self._take(sequence, event, final, fields, index, now_ns)
-            elif isinstance(event, RequestFinished):
+            elif isinstance(event, RequestFinished) and not sequence.has_failed:
                 stop = event.stop_token
                 sequence.close(str(event.reason), None if stop is None or stop in self._eos else stop)
                 effects.ended.append(sequence)
         for handle, before in grown.items():
             sequence = sequences[handle]
-            if sequence.hit_stop_string and sequence.finish_reason is None:
+            if sequence.has_failed:
+                effects.failed.append(sequence)
+            elif sequence.is_host_ended and sequence.finish_reason is None:
                 sequence.close("stop")
                 effects.stopped.append(sequence)
                 effects.ended.append(sequence)

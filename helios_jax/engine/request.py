@@ -25,6 +25,7 @@ from helios_jax.engine.params import OutputKind, SamplingParams
 from helios_jax.scheduler.preemption import resumed
 from helios_jax.scheduler.types import RequestHandle, RequestSpec
 from helios_jax.text.detokenizer import Detokenizer
+from helios_jax.text.grammar import Matcher
 from helios_jax.text.stops import StopBuffer
 
 
@@ -45,6 +46,7 @@ class Sequence:
         spec: What the scheduler is told; after a preemption its prompt holds the output so far.
         text: Visible text. `held_text` is decoded but may still become a stop string.
         number: Its place in order of arrival, over all requests; 0 until the engine knows it.
+        matcher: Where it stands in its grammar, if it has one; behind the last of `token_ids`.
         on_device: A frame of it was submitted, so the device holds state of it.
         checkpoints: (id, endpoint) of the checkpoints that were published of it.
     """
@@ -55,6 +57,7 @@ class Sequence:
     spec: RequestSpec
     detokenizer: Detokenizer
     stops: StopBuffer
+    matcher: Matcher | None = None
     handle: RequestHandle | None = None
     number: int = 0
     on_device: bool = False
@@ -89,6 +92,8 @@ class Sequence:
     def push(self, token: int, ends_output: bool) -> None:
         """Take a sampled token; a stop token that ends the output has no text of its own."""
         self.token_ids.append(token)
+        if self.matcher is not None and not ends_output:
+            self.matcher.advance(token)
         if self.stop_reason is None and (not ends_output or self.params.include_stop_str_in_output):
             self._show(self.detokenizer.push(token))
 
@@ -102,7 +107,7 @@ class Sequence:
         self._show(self.detokenizer.flush())
         if not self.hit_stop_string:
             self.text += self.stops.flush()
-        if self.hit_stop_string and reason in ("stop", "length"):
+        if self.is_host_ended and reason in ("stop", "length"):
             self.finish_reason = "stop"
         else:
             self.finish_reason, self.stop_reason = reason, stop_reason
@@ -110,6 +115,16 @@ class Sequence:
     @property
     def hit_stop_string(self) -> bool:
         return isinstance(self.stop_reason, str)
+
+    @property
+    def is_host_ended(self) -> bool:
+        """The host ends it, by a stop string or its grammar: what else the device made of it does not count."""
+        return self.hit_stop_string or (self.matcher is not None and (self.matcher.is_over or self.has_failed))
+
+    @property
+    def has_failed(self) -> bool:
+        """Its grammar cannot go on."""
+        return self.matcher is not None and self.matcher.error is not None
 
     def _show(self, piece: str) -> None:
         result = self.stops.push(piece)

@@ -131,6 +131,14 @@ class Roster:
         self._requests.pop(request.request_id, None)
         self._board.closed(request, "failed")
 
+    def fail_grammar(self, sequence: Sequence) -> None:
+        """A grammar cannot go on: its request ends, and nobody else's."""
+        if sequence.handle not in self.running:
+            return  # another output of the request failed first
+        reason = sequence.matcher.error if sequence.matcher is not None else None
+        message = f"the output cannot be continued by its grammar: {reason}"
+        self.fail(sequence.request, RequestError(message, code="grammar_failed"))
+
     def answer_all(self, error: Exception) -> None:
         """The end of the engine: everybody who is open gets `error`. Does not raise."""
         requests = self._board.open_requests()

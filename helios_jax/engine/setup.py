@@ -13,6 +13,7 @@ from helios_jax.engine.intake import Intake
 from helios_jax.engine.loop import Engine
 from helios_jax.errors import CoreError
 from helios_jax.scheduler.catalog import ProgramKind
+from helios_jax.text.grammar import GrammarCompiler
 from helios_jax.text.tokenizer import load_tokenizer
 
 Progress = Callable[..., None]  # (stage, done, total, detail); see aot.progress
@@ -96,5 +97,8 @@ def assemble(
         tokenizer=tokenizer,
         max_sequences=engine.board.capacity,
         can_score=bool(core.catalog.of_kind(ProgramKind.SCORED_PREFILL)),
+        grammars=GrammarCompiler(
+            tokenizer, core.dims.vocab_size, core.source_info.eos_token_ids, config.grammar_timeout_s
+        ),
     )
     return Assembly(engine, intake, tokenizer, core.source_info.name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from msgspec import UNSET
 
@@ -24,12 +25,20 @@ from helios_jax.server.replies import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
     Usage,
     chat_logprobs,
 )
+from helios_jax.server.structured import structured_outputs
+from helios_jax.server.toolset import template_calls, tool_set
 from helios_jax.text.template import encode_chat
+from helios_jax.text.tool_parser import CallParser, Piece
+from helios_jax.text.tools import OPEN, adapt
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED_TEMPLATE_NAMES = frozenset(
     {"tokenizer", "messages", "tools", "add_generation_prompt", "template", "tokenize", "bos_token", "eos_token"}
 )
@@ -51,16 +60,30 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise RequestError(
                 f"{where}.role must be one of {allowed}, got {message.role[:40]!r}",
                 param=f"{where}.role",
-                code="unsupported" if message.role in ("tool", "function") else "invalid_value",
+                code="unsupported" if message.role == "function" else "invalid_value",
             )
-        if message.tool_calls or message.function_call:
+        if message.function_call:
             raise RequestError(
-                f"{where}.tool_calls is not supported in this version", param=f"{where}.tool_calls", code="unsupported"
+                f"{where}.function_call is not supported: use tool_calls",
+                param=f"{where}.function_call",
+                code="unsupported",
             )
         role = "system" if message.role == "developer" else message.role
         entry: dict[str, Any] = {"role": role, "content": content_text(message, where)}
         if message.name is not None:
             entry["name"] = message.name
+        if message.tool_calls:
+            if role != "assistant":
+                raise RequestError(
+                    f"{where}.tool_calls belong to an assistant's message",
+                    param=f"{where}.tool_calls",
+                    code="invalid_value",
+                )
+            entry["tool_calls"] = template_calls(message.tool_calls, where)
+        if message.tool_call_id is not None:
+            entry["tool_call_id"] = message.tool_call_id
+        elif role == "tool":
+            raise RequestError(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id", code="invalid_value")
         result.append(entry)
     return result
 
@@ -92,6 +115,7 @@ async def encode_messages(
     messages: Sequence[Message],
     add_generation_prompt: bool,
     template_kwargs: dict[str, Any] | None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
     """Ids of a conversation through the model's template.
 
@@ -106,15 +130,26 @@ async def encode_messages(
             f"chat_template_kwargs must not set {names}", param="chat_template_kwargs", code="invalid_value"
         )
     converted = template_messages(messages)
-    size = sum(len(m["content"]) for m in converted) + 64 * len(converted)  # 64: what a template adds to a message
+    # what a template adds: little to a message, and to a tool what it knows of it
+    size = sum(len(m["content"]) for m in converted) + 64 * len(converted) + 512 * len(tools)
     return await context.offload(
         size,
-        encode_chat,
+        _encode,
         context.engine.tokenizer,
         converted,
-        add_generation_prompt=add_generation_prompt,
-        **given,
+        tools,
+        {"add_generation_prompt": add_generation_prompt} | given,
     )
+
+
+def _encode(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], options: dict[str, Any]
+) -> list[int]:
+    has_tools = tools or any("tool_calls" in m or m["role"] == "tool" for m in messages)
+    if not has_tools:
+        return encode_chat(tokenizer, messages, **options)
+    adapted, told = adapt(tokenizer, messages, tools)
+    return encode_chat(tokenizer, adapted, tools=told, **options)
 
 
 async def parse_chat(body: bytes, context: ServerContext, answer_id: str) -> Job:
@@ -133,20 +168,34 @@ async def parse_chat(body: bytes, context: ServerContext, answer_id: str) -> Job
     if top and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    params = sampling_params(request, max_tokens=asked, logprobs=top if request.logprobs else None)
+    tools = await context.offload(len(body), tool_set, request, structured_outputs(request))
+    params = sampling_params(request, max_tokens=asked, logprobs=top if request.logprobs else None, form=tools.form)
     check_choices(context, 1, params.n)
-    ids = await encode_messages(context, request.messages, request.add_generation_prompt, request.chat_template_kwargs)
+    ids = await encode_messages(
+        context, request.messages, request.add_generation_prompt, request.chat_template_kwargs, tools.told
+    )
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
     writer = ChatWriter(
         answer_id, context.created_now(), model, context.engine.tokenizer, params.logprobs, include_usage
     )
+    if tools.callable:
+        writer.new_parser = lambda: CallParser(tools.callable, bare=tools.bare)
+        if is_special(context.engine.tokenizer, OPEN):
+            params.skip_special_tokens = False  # the tags would be missing from the text
     return Job([ids], params, writer, bool(request.stream), include_usage)
+
+
+def is_special(tokenizer: TokenizerLike, text: str) -> bool:
+    """Whether a text is one of the tokens that outputs leave out."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return len(ids) == 1 and ids[0] in getattr(tokenizer, "special_ids", ())
 
 
 @dataclass
 class _Choice:
     """What is remembered of one output between its deltas."""
 
+    parser: CallParser | None = None
     role_sent: bool = False
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -166,38 +215,54 @@ class ChatWriter:
         self._top = top
         self._usage_null = usage_null
         self._choices: dict[int, _Choice] = {}
+        self.new_parser: Callable[[], CallParser] | None = None  # where calls are looked for
 
     def plain(self, outputs: list[RequestOutput], usage: Usage) -> ChatCompletion:
         choices = [
             ChatChoice(
                 output.index,
-                ChatMessage(output.text),
+                message := self._message(output.text),
                 self._logprobs(output.logprobs),
-                output.finish_reason or "",
+                _reason(output.finish_reason, message.tool_calls is not UNSET) or "",
                 output.stop_reason,
             )
             for output in outputs[0].outputs
         ]
         return ChatCompletion(*self._head, choices, usage)
 
+    def _message(self, text: str) -> ChatMessage:
+        if self.new_parser is None:
+            return ChatMessage(text)
+        parser = self.new_parser()
+        content, calls = "", []
+        for piece in parser.feed(text) + parser.finish():
+            content += piece.content
+            if piece.name is not None:
+                calls.append(ToolCall(new_call_id(), FunctionCall(piece.name, "")))
+            elif piece.arguments:
+                calls[-1].function.arguments += piece.arguments
+        return ChatMessage(content or None, tool_calls=calls) if calls else ChatMessage(content)
+
     def deltas(self, prompt_index: int, output: RequestOutput) -> Iterator[ChatChunk]:
         for choice in output.outputs:
             yield from self._choice_deltas(choice)
 
     def _choice_deltas(self, output: CompletionOutput) -> Iterator[ChatChunk]:
-        state = self._choices.setdefault(output.index, _Choice())
+        state = self._choices.get(output.index)
+        if state is None:
+            parser = self.new_parser() if self.new_parser is not None else None
+            state = self._choices[output.index] = _Choice(parser)
         if not state.role_sent:
             state.role_sent = True
             yield self._chunk(ChatChunkChoice(output.index, ChatDelta("assistant", "")))
         state.held_logprobs += output.logprobs or []
-        if output.text or (output.finished and state.held_logprobs):
+        for delta in _deltas(state, output):
             logprobs = self._logprobs(state.held_logprobs)
             state.held_logprobs = []
-            yield self._chunk(ChatChunkChoice(output.index, ChatDelta(content=output.text), logprobs))
+            yield self._chunk(ChatChunkChoice(output.index, delta, logprobs))
         if output.finished:
-            yield self._chunk(
-                ChatChunkChoice(output.index, ChatDelta(), None, output.finish_reason, output.stop_reason)
-            )
+            reason = _reason(output.finish_reason, state.parser is not None and state.parser.calls > 0)
+            yield self._chunk(ChatChunkChoice(output.index, ChatDelta(), None, reason, output.stop_reason))
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(*self._head, [], usage)
@@ -209,3 +274,29 @@ class ChatWriter:
         if self._top is None:
             return None
         return chat_logprobs(entries or [], self._top, self._tokenizer)
+
+
+def _deltas(state: _Choice, output: CompletionOutput) -> Iterator[ChatDelta]:
+    """What a reader is told of new text; at the end at least one delta if log-probabilities wait for one."""
+    if state.parser is None:
+        pieces = [Piece(content=output.text)] if output.text else []
+    else:
+        pieces = state.parser.feed(output.text) + (state.parser.finish() if output.finished else [])
+    if not pieces and output.finished and state.held_logprobs:
+        pieces = [Piece()]
+    for piece in pieces:
+        if piece.call is None:
+            yield ChatDelta(content=piece.content)
+        elif piece.name is not None:
+            begin = FunctionDelta(piece.name, "")
+            yield ChatDelta(tool_calls=[ToolCallDelta(piece.call, begin, new_call_id(), "function")])
+        else:
+            yield ChatDelta(tool_calls=[ToolCallDelta(piece.call, FunctionDelta(arguments=piece.arguments))])
+
+
+def _reason(finish_reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
+
+
+def new_call_id() -> str:
+    return f"call_{uuid4().hex}"

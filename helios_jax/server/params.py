@@ -7,6 +7,7 @@ from typing import Any
 from helios_jax.engine.params import SamplingParams
 from helios_jax.errors import RequestError
 from helios_jax.server.protocol import SamplingFields
+from helios_jax.server.structured import structured_outputs
 
 SAME_NAME = (
     "n",
@@ -53,10 +54,12 @@ def sampling_params(request: SamplingFields, **more: Any) -> SamplingParams:
 
     Args:
         request: The body; absent fields keep `SamplingParams`' defaults.
-        more: Fields whose meaning differs between endpoints: max_tokens, logprobs, prompt_logprobs.
+        more: Fields whose meaning differs between endpoints: max_tokens, logprobs, prompt_logprobs; and `form`,
+            if it is not the one that the body asks for.
 
     Raises:
         RequestError: A value is out of its range; names the field.
     """
+    form = more.pop("form") if "form" in more else structured_outputs(request)
     given = {name: getattr(request, name) for name in SAME_NAME if getattr(request, name) is not None}
-    return SamplingParams(**given, logit_bias=logit_bias_of(request.logit_bias), **more)
+    return SamplingParams(**given, logit_bias=logit_bias_of(request.logit_bias), structured_outputs=form, **more)

@@ -15,16 +15,10 @@ from helios_jax.errors import RequestError
 
 # field -> values that ask for nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
     "functions": (None, []),
-    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),  # of completions; chat has them
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None, {}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
+    "guided_whitespace_pattern": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "suffix": (None, ""),
@@ -40,8 +34,70 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+NOTHING = msgspec.Raw(b"null")  # of a field whose JSON text is kept as it is
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = NOTHING
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's field of this name; exactly one of the first five."""
+
+    json: msgspec.Raw = NOTHING
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    # read only to be refused
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Any = None
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    function: FunctionSpec
+    type: str = "function"
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    function: FunctionName | None = None
+    type: str = "function"
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(msgspec.Struct, kw_only=True):
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -71,17 +127,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
+    # the form of the outputs, see structured.py
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = NOTHING
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # read only to be refused, see UNSUPPORTED
-    tools: Any = None
     functions: Any = None
-    tool_choice: Any = None
     function_call: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
     modalities: Any = None
     audio: Any = None
     suffix: Any = None
@@ -105,7 +161,8 @@ class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
 
 
@@ -117,11 +174,15 @@ class ChatRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
     # Homogeneous lists only; `completions.split_prompts` checks it, as a union of two list types cannot be decoded.
     prompt: str | list[str | int | list[int]]
+    tools: Any = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -174,7 +235,9 @@ def refuse_unsupported(request: SamplingFields) -> None:
         RequestError: Naming the field; code `unsupported`.
     """
     for name, neutral in UNSUPPORTED.items():
-        value = getattr(request, name)
+        if name == "tools" and isinstance(request, ChatRequest):
+            continue
+        value = getattr(request, name, None)
         # `is not` first: False == 0, and a type of its own must not pass for another's neutral value
         if not any(value is n or (type(value) is type(n) and value == n) for n in neutral):
             raise RequestError(f"{name} is not supported in this version", param=name, code="unsupported")
