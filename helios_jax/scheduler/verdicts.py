@@ -22,10 +22,7 @@ from helios_jax.scheduler.speculation import (
     observe_forecast,
 )
 from helios_jax.scheduler.state import Frame, State
-from helios_jax.scheduler.types import CompletionRecord, Constraint, LaneRole
-
-# Grammars and target-only constraints make the target refuse what the draft cannot know.
-_UNTYPICAL = int(Constraint.GRAMMAR | Constraint.TARGET_ONLY)
+from helios_jax.scheduler.types import UNTYPICAL, CompletionRecord, LaneRole
 
 
 def check_sidecars(
@@ -34,12 +31,14 @@ def check_sidecars(
 ) -> None:  # fmt: skip
     """Validate the sidecars of a frame, before anything changes.
 
+    A frame that the device lost, with no valid lane, has none to give.
+
     Raises:
         InvariantError: A sidecar is missing, belongs to a program without proposals, or does not hold
             non-increasing probabilities for every lane.
     """
     shape, lanes = frame.plan.shape, np.zeros(state.limits.slots, np.bool_)
-    if needs_confidence(frame) and confidence is None:
+    if needs_confidence(frame) and confidence is None and any(record.valid for record in records):
         raise InvariantError(f"{shape.name} allocates its rows itself: complete it by complete_packed_round")
     if not shape.proposal_depth:
         if confidence is not None or survival is not None:
@@ -81,7 +80,7 @@ def learned(
         ]
         slots, *counts = zip(*taught, strict=True) if taught else ((), (), (), ())
         columns[:, np.array(slots, np.int64)] = counts
-    teaches = (state.requests.constraints & _UNTYPICAL) == 0
+    teaches = (state.requests.constraints & int(UNTYPICAL)) == 0
     if confidence is not None:
         estimates = observe_forecast(estimates, confidence, ceilings, teaches, shape.proposal_depth)
     # Output that ended inside the accepted prefix hides what would have come of the rest.

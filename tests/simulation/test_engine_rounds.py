@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from helios_jax.errors import DeviceError
 from helios_jax.scheduler.catalog import Allocation, ProgramKind
-from helios_jax.testing import EngineRig, FakeDraft, expected_tokens, hashed_text
+from helios_jax.testing import EngineRig, FakeDraft, FakeFrame, expected_tokens, hashed_text
 
 REPEATS = b"one two three one two three one two "
 
@@ -64,3 +65,32 @@ def test_the_fake_device_shares_target_rows_by_confidence() -> None:
     assert timing.device_ns[0] > 0
     assert out["offered"].tolist() == [0, 2]
     np.testing.assert_allclose(out["confidence"][1], [[0.5, 0.25, 0.125], [0.9, 0.81, 0.324]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("allocation", list(Allocation))
+def test_a_round_that_the_device_loses_costs_its_requests_only(allocation: Allocation) -> None:
+    """Whoever allocates the rows: a lost round has no sidecar, and those who wait go on."""
+    lost = []
+
+    def lose(frame: FakeFrame) -> None:
+        shape = frame.shape
+        if shape.proposal_depth and shape.allocation is allocation and not lost:
+            lost.append(shape)
+            raise RuntimeError("lost")
+
+    with EngineRig(
+        start=False, max_slots=2, spec_method="draft", num_draft_tokens=5, speculative_token_capacity=6, on_submit=lose,
+        spec_width="adaptive", draft=FakeDraft(0.5),
+    ) as rig:  # fmt: skip
+        names = [rig.submit([97 + n] * 9, max_tokens=60) for n in range(5)]
+        rig.engine.start()
+        ends = rig.finish(*names)
+        failed = [end for end in ends if isinstance(end, Exception)]
+        assert lost
+        assert 1 <= len(failed) <= 2
+        assert all(isinstance(end, DeviceError) for end in failed)
+        assert rig.engine.failure is None
+        for number, (name, end) in enumerate(zip(names, ends, strict=True)):
+            if not isinstance(end, Exception):
+                assert rig.text(name) == bytes(expected_tokens(hashed_text, [97 + number] * 9, 60)).decode()
+        assert rig.ledger_problems() == []

@@ -20,6 +20,7 @@ import numpy as np
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.request import Request
 from helios_jax.scheduler.invariants import check_invariants
+from helios_jax.scheduler.reservation import MAX_PREEMPTIONS
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state import Phase, State
 from helios_jax.testing import ByteTokenizer, EngineRig, FakeDraft, FakeFrame
@@ -57,7 +58,7 @@ class Setting:
             "max_slots": slots,
             "max_context": context,
             "page_size": page_size,
-            "num_pages": rng.choice([None, most, most + 3, 2 * most]),
+            "num_pages": rng.choice([None, most, most + 3, 2 * most, most // 2 + 1]),
             "max_queue": rng.choice([2, 16, 64]),
             "policy": rng.choice(["balanced", "balanced", "throughput"]),
             "async_scheduling": rng.random() < 0.8,
@@ -124,6 +125,7 @@ class World:
         self.seen: collections.Counter[str] = collections.Counter()
         self._checked: State | None = None
         self._lurking: list[Client] = []
+        self._preempts = self.rng.choice([0.0, 0.0, 0.02])  # a step
         self._watch()
 
     # ---- running
@@ -170,6 +172,8 @@ class World:
             self._steps += 1
             if self._steps > MAX_STEPS:
                 raise AssertionError(f"{MAX_STEPS} steps and no end")
+            if self.rng.random() < self._preempts:
+                self._preempt_somebody()
             return step()
 
         engine.step = counted
@@ -202,6 +206,15 @@ class World:
             self.clock.to_next_deed()
         else:
             board.stop()
+
+    def _preempt_somebody(self) -> None:
+        """Whatever the reason, with whatever frames out: it goes on with the same tokens."""
+        roster: Any = self.rig.engine.roster
+        able = [handle for handle, each in roster.running.items() if each.spec.preemptions < MAX_PREEMPTIONS]
+        if able:
+            handle = self.rng.choice(able)
+            self.seen[f"preempted {self.place(roster.running[handle])}"] += 1
+            roster.preempt(handle)
 
     # ---- what the world does
 
@@ -313,7 +326,5 @@ class World:
             for reason in client.reasons.values():
                 self.seen[f"ended: {reason}"] += 1
         counters = self.rig.engine.scheduler.snapshot_counters()
-        for name in ("preempted",):
-            if counters.get(name):
-                self.seen[name] += int(counters[name])  # type: ignore[arg-type]
+        self.seen["preempted"] += int(counters["requests_preempted"])  # type: ignore[arg-type]
         self.seen.update(self.faults.counts)

@@ -204,6 +204,20 @@ def test_each_program_has_its_way_to_complete() -> None:
     assert after.acceptance.accept_weight[0, 0, 0] == aged(2, 1)
 
 
+def test_a_frame_that_the_device_lost_has_no_sidecar_to_give() -> None:
+    """After a device error every lane is invalid; the requests fail, the scheduler goes on."""
+    state, plan, handles = flying(Allocation.PREFIX_LIMIT)
+    lost = [
+        CompletionRecord(lane.handle, lane.length, (), lane.start + lane.length, valid=False) for lane in plan.lanes
+    ]
+    after, events = complete(state, 1, lost, timing(0))
+    assert [(event.handle, str(event.reason)) for event in events] == [(handle, "error") for handle in handles]
+    assert np.array_equal(after.acceptance.forecast_mean, state.acceptance.forecast_mean)
+    one = [dataclasses.replace(lost[0], valid=True, consumed=1, tokens=(7,), committed_len=6), lost[1]]
+    with pytest.raises(InvariantError, match="complete_packed_round"):
+        complete(state, 1, one, timing())
+
+
 def test_an_unknown_fence_is_ignored_with_any_sidecar() -> None:
     state, _, _ = flying()
     after, events = complete_packed_round(state, 7, (), timing(), np.zeros((1, 1, 1)))
