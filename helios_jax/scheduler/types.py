@@ -83,6 +83,8 @@ class Constraint(enum.IntFlag):
 
 
 FEEDBACK = Constraint.GRAMMAR | Constraint.HOST_STOPS | Constraint.HOST_FED | Constraint.HISTORY
+# Grammars and target-only constraints make the target refuse what the draft cannot know.
+UNTYPICAL = Constraint.GRAMMAR | Constraint.TARGET_ONLY
 
 
 class ImageSpan(NamedTuple):
