@@ -34,6 +34,7 @@ class Board:
         self._open_sequences = 0
         self._refusal: str = ""  # why nothing is accepted any more
         self._stopping = False
+        self._resting = True  # the engine thread has nothing to do, and nothing is on the device
 
     def submit(self, request: Request) -> None:
         """Accept a request.
@@ -56,6 +57,7 @@ class Board:
             self._open[request.request_id] = request
             self._open_sequences += count
             self._commands.append((SUBMIT, request))
+            self._resting = False
             self._changed.notify_all()
 
     def _check(self, request: Request, count: int) -> None:
@@ -88,8 +90,15 @@ class Board:
             commands, self._commands = self._commands, []
             return commands
 
+    def rest(self) -> None:
+        """The engine has nothing to do: no frame is outstanding, or none will ever be completed."""
+        with self._changed:
+            self._resting = not self._commands
+            self._changed.notify_all()
+
     def wait(self) -> None:
         """Return when there is a command or the engine is to stop."""
+        self.rest()
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self._stopping)
 
@@ -134,9 +143,12 @@ class Board:
             return list(self._open.values())
 
     def wait_until_empty(self, timeout_s: float | None) -> bool:
-        """True once no request is open; False when `timeout_s` passed first."""
+        """True once no request is open and no frame outstanding; False when `timeout_s` passed first.
+
+        A request can end while a frame that names it is still on the device, which has its pages until then.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
+            return self._changed.wait_for(lambda: not self._open and (self._resting or self._stopping), timeout_s)
 
     def snapshot(self) -> Totals:
         """A copy of the totals, consistent with one another."""

@@ -22,6 +22,7 @@ from helios_jax.engine.setup import Assembly, Target, assemble, configured
 from helios_jax.engine.stats import EngineStats
 from helios_jax.errors import CapacityError, RequestError
 
+SETTLE_S = 10.0  # more than any frame takes; `stats` waits no longer
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -141,7 +142,10 @@ class LLM:
         return self._assembly.engine.core
 
     def stats(self) -> EngineStats:
-        """Counts and gauges of the engine."""
+        """Counts and gauges of the engine; between calls, once the last frame is complete and has left its pages."""
+        board = self._assembly.engine.board
+        if not board.open_requests():
+            board.wait_until_empty(SETTLE_S)
         return self._assembly.engine.stats()
 
     def generate(

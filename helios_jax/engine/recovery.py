@@ -101,6 +101,7 @@ class Recovery:
         message = f"the engine stopped after {kind}: {type(error).__name__}: {error}"
         self._board.refuse(message)
         self._roster.answer_all(UnavailableError(message))
+        self._board.rest()
         log.error("%s", message)
         try:
             path = self._dump(error, config)

@@ -159,6 +159,7 @@ def engine_families(stats: Any) -> Iterator[Metric]:
             (stats.scheduler or {}).get("requests_preempted", 0),
         ),
         "helios_frames": ("Frames completed on the device.", totals.frames),
+        "helios_device_errors": ("Executions that failed and lost the device state.", totals.device_errors),
         "helios_host_seconds": ("Host time of the engine thread between frames.", totals.host_ns / NS_PER_S),
         "helios_device_seconds": ("Device time of the frames.", totals.device_ns / NS_PER_S),
     }

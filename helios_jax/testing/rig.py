@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from helios_jax.config import EngineConfig
-from helios_jax.engine.heartbeat import IDLE
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.params import OutputKind, SamplingParams
 from helios_jax.engine.request import Request
@@ -24,7 +23,6 @@ from helios_jax.testing.core import ENGINE_OPTIONS, fake_core
 from helios_jax.testing.tokenizer import ByteTokenizer
 
 PATIENCE_S = 30.0  # a test that waits longer has failed
-POLL_S = 0.001  # the end of work is no delivery, so nobody tells of it
 
 
 class EngineRig:
@@ -84,12 +82,8 @@ class EngineRig:
 
     def settle(self) -> None:
         """Return once the engine thread has nothing left to do: frames of requests that ended are complete too."""
-        deadline = time.monotonic() + PATIENCE_S
-        with self._changed:
-            while self.engine.board.open_requests() or self.engine.heartbeat.phase != IDLE or self.engine.window:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the engine is not idle after {PATIENCE_S} s: {self.engine.health()}")
-                self._changed.wait(POLL_S)
+        if not self.engine.board.wait_until_empty(PATIENCE_S):
+            raise TimeoutError(f"the engine is not idle after {PATIENCE_S} s: {self.engine.health()}")
 
     def has_ended(self, request_id: str) -> bool:
         items = self.received.get(request_id, [])
@@ -115,7 +109,9 @@ class EngineRig:
         return None
 
     def ledger_problems(self) -> list[str]:
-        """What is wrong with pages and slots, recounted from the tables; for a quiet engine."""
+        """What is wrong with pages and slots, recounted from the tables, once the last frame is complete."""
+        if self.engine._thread.is_alive():
+            self.settle()
         state = self.engine.scheduler.state
         owned = np.concatenate([*state.pool.tables, state.pool.free[: state.pool.num_free]])
         problems = []

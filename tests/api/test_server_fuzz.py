@@ -108,6 +108,7 @@ class Service:
 def service() -> Iterator[Service]:
     made = Service()
     yield made
+    assert made.runner.run(made.llm.drain(30))  # what ended last may still be on the device
     stats = made.llm.stats()
     assert stats.pages_used == stats.running == stats.waiting == 0
     made.close()

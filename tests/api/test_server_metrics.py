@@ -53,7 +53,7 @@ async def test_counts_reconcile_at_every_scrape() -> None:
                 ended = sum(outcomes(samples).values())
                 assert samples["helios_requests_arrived_total"] == ended + samples["helios_requests_in_flight"]
         await asyncio.gather(*tasks, return_exceptions=True)
-        while client.llm.stats().requests.active:  # type: ignore[attr-defined]
+        while client.llm.stats().requests.active or client.llm.stats().pages_used:  # type: ignore[attr-defined]
             await asyncio.sleep(0.001)
         samples = await scrape(client)
     counts = outcomes(samples)

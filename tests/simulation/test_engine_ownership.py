@@ -99,7 +99,17 @@ def test_cancel_at_every_moment_of_two_streams(when: str, who: str) -> None:
     assert len({frames for _, frames in cancels if frames >= 0}) == 2  # with fewer and with more frames out
 
 
-def cancelled_at(moment: int, when: str, who: str) -> tuple[str | None, int]:
+@pytest.mark.parametrize(("method", "depth"), [("draft", 1), ("draft", 3), ("draft", 5), ("copy", 3)])
+def test_cancel_at_every_round_of_two_streams(method: str, depth: int) -> None:
+    """Case O5 without its preemption: whatever was proposed or accepted by then, each token is delivered once."""
+    ended = [
+        cancelled_at(moment, "running", "a", spec_method=method, num_draft_tokens=depth)[0] for moment in range(2, 16)
+    ]
+    assert ended[0] == "abort"
+    assert ended[-1] == "length"
+
+
+def cancelled_at(moment: int, when: str, who: str, **options: Any) -> tuple[str | None, int]:
     """Run both streams, cancel one at a moment, check both; its finish reason, and the frames out when it was."""
     other, frames = {"a": "b", "b": "a"}[who], [-1]
 

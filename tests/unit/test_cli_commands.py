@@ -104,6 +104,8 @@ def test_serve_options_reach_core_and_engine() -> None:
     assert (config.spec_width, config.mtp_adaptive_verification_alpha) == ("fixed", 1.5)
     plain = engine_config(parser().parse_args(["serve"]))
     assert (plain.spec_width, plain.mtp_adaptive_verification_alpha) == ("adaptive", None)
+    assert plain.async_scheduling
+    assert not engine_config(parser().parse_args(["serve", "--no-async-scheduling"])).async_scheduling
 
 
 def test_prepare_has_what_shapes_a_core_and_not_how_widths_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,3 +90,12 @@ def test_a_bad_choice_of_widths_is_said_before_anything_is_loaded(given: dict[st
 
 def test_both_name_the_same_options() -> None:
     assert set(inspect.signature(AsyncLLM).parameters) == set(inspect.signature(LLM).parameters)
+
+
+@pytest.mark.parametrize(
+    ("given", "frames"), [({}, 2), ({"async_scheduling": False}, 1), ({"async_scheduling": True}, 2)]
+)
+def test_async_scheduling_is_the_number_of_frames_in_flight(seen: dict[str, Any], given: dict, frames: int) -> None:
+    for make in (LLM(progress=False, **given)._assembly, AsyncLLM(**given)._make()):
+        assert make.engine.scheduler.state.limits.frames == make.engine.window.frames == frames
+        make.engine.close()
