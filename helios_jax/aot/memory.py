@@ -30,8 +30,8 @@ from helios_jax.scheduler.catalog import (
     physical_tokens,
 )
 
-LEAST_HEADROOM_BYTES = 64 << 20
-# Temporaries of a program, in multiples of its rows; measured are 2.2 and 7.5 (docs/LOG.md, "Headroom").
+FIXED_HEADROOM_BYTES = 64 << 20  # for temporaries that do not grow with a program's rows: tiles of attention, lists
+# Temporaries of a program, in multiples of its rows; measured are 2.5 and 7.5 (docs/LOG.md, "Headroom").
 ACTIVATION_FACTOR = 3
 LOGITS_FACTOR = 8
 CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
@@ -97,18 +97,20 @@ def host_free_bytes() -> int | None:
 
 
 def headroom_bytes(catalog: Catalog, model: Model, draft: Draft | None = None) -> int:
-    """Estimated temporaries of the largest program, before any has been compiled.
+    """Memory that stays free for the temporaries of the largest program of the catalogue."""
+    return FIXED_HEADROOM_BYTES + max((temporary_bytes(shape, model, draft) for shape in catalog), default=0)
+
+
+def temporary_bytes(shape: ProgramShape, model: Model, draft: Draft | None = None) -> int:
+    """Estimated temporaries of one execution that grow with its rows, before the program has been compiled.
 
     A packed token costs a multiple of what a layer reads and writes for it, a row that meets the
     vocabulary a multiple of its logits, both in float32: 16-bit products are computed so on CPU.
     """
-    row = max(_layer_width(each) for each in (model, draft) if each is not None)
-    most = 0
-    for shape in catalog:
-        rows, drawn = _vocabulary_rows(shape), shape.proposal_depth * shape.batch_capacity
-        logits = LOGITS_FACTOR * rows + (2 * drawn if shape.proposal_source is ProposalSource.LEARNED else 0)
-        most = max(most, 4 * (ACTIVATION_FACTOR * row * physical_tokens(shape) + logits * model.vocab_size))
-    return max(LEAST_HEADROOM_BYTES, most)
+    width = max(_layer_width(each) for each in (model, draft) if each is not None)
+    drawn = shape.proposal_depth * shape.batch_capacity if shape.proposal_source is ProposalSource.LEARNED else 0
+    logits = LOGITS_FACTOR * _vocabulary_rows(shape) + 2 * drawn
+    return 4 * (ACTIVATION_FACTOR * width * physical_tokens(shape) + logits * model.vocab_size)
 
 
 def _layer_width(model: Draft) -> int:

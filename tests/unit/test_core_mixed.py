@@ -12,7 +12,7 @@ import pytest
 
 from helios_jax.aot.core import load_core, prepare
 from helios_jax.aot.identity import core_catalog, loaded_shapes, memory_budget
-from helios_jax.aot.memory import LEAST_HEADROOM_BYTES, headroom_bytes
+from helios_jax.aot.memory import FIXED_HEADROOM_BYTES, headroom_bytes
 from helios_jax.aot.options import CoreOptions, conflicts, load_options
 from helios_jax.aot.report import ProgramStatus, inspect_caption, inspect_core
 from helios_jax.cli import core_options, main, parser
@@ -205,7 +205,7 @@ def test_headroom_includes_the_largest_packed_extent(monkeypatch: pytest.MonkeyP
     row = 4 * (1024 + 4096)
     grown = headroom_bytes(mixed, model) - headroom_bytes(plain, model)
     assert 3 * row <= grown < 4 * 3 * row  # three more rows, at a multiple of what a layer reads and writes for each
-    assert headroom_bytes(Catalog(()), model) == LEAST_HEADROOM_BYTES
+    assert headroom_bytes(Catalog(()), model) == FIXED_HEADROOM_BYTES
     monkeypatch.setattr("helios_jax.aot.identity.device_budget", lambda share, headroom: int(1e9 * share) - headroom)
     budgets = [
         memory_budget(o.resolve(model), model, None)
