@@ -1,4 +1,4 @@
-"""What stays on the device between programs: the paged KV pool and the slot table.
+"""What stays on the device between programs: the paged KV pool, the slot table and recurrent state.
 
 One `DeviceState` is donated to every program and comes back from it, so a step updates a
 few rows in place and never copies the pool. It knows nothing of requests or fences: the
@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from helios_jax.aot.abi import MAX_LOGIT_BIAS, Dims
-from helios_jax.models.interface import Draft, Model, MtpHeads
+from helios_jax.models.interface import Draft, Model, MtpHeads, RecurrentSpec, recurrent_layers_of
 
 LayerPages = tuple[jax.Array, jax.Array]
+RecurrentTable = tuple[jax.Array, jax.Array]
 
 
 @flax.struct.dataclass
@@ -49,6 +50,9 @@ class DeviceState:
             0 .. committed_len - 2 of each slot, and what it holds beyond is not read.
         mtp_hidden: With such heads one array [S+1, D], the target's final hidden of position
             committed_len - 1; else empty.
+        recurrent: A recurrent layer of the target: (rows before its convolution [S+1, kernel - 1, channels]
+            in the storage dtype, matrices [S+1, key heads, value heads a key head, key_dim, value_dim]
+            float32), after the slot's committed tokens; empty for models without such layers.
     """
 
     kv: tuple[LayerPages, ...]
@@ -70,6 +74,7 @@ class DeviceState:
     output_counts: jax.Array
     draft_kv: tuple[LayerPages, ...] = ()
     mtp_hidden: tuple[jax.Array, ...] = ()
+    recurrent: tuple[RecurrentTable, ...] = ()
 
 
 def storage_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -94,8 +99,14 @@ def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft:
     def row(kind: jax.typing.DTypeLike, *extent: int) -> Any:
         return jax.ShapeDtypeStruct((dims.slots + 1, *extent), jnp.dtype(kind))
 
+    def table(spec: RecurrentSpec) -> Any:
+        groups = spec.num_value_heads // spec.num_key_heads
+        matrix = row(jnp.float32, spec.num_key_heads, groups, spec.key_dim, spec.value_dim)
+        return row(storage_dtype(dtype), spec.kernel - 1, spec.channels), matrix
+
     return DeviceState(
         kv=pools(model),
+        recurrent=tuple(table(spec) for spec in recurrent_layers_of(model)),
         draft_kv=pools(draft),
         mtp_hidden=(row(dtype, draft.hidden_size),) if isinstance(draft, MtpHeads) else (),
         pending_token=row(jnp.int32),

@@ -21,7 +21,7 @@ from helios_jax.aot.speculation import (
     default_rows,
 )
 from helios_jax.errors import ConfigError
-from helios_jax.models.interface import Draft, Model, heads_of
+from helios_jax.models.interface import Draft, Model, heads_of, recurrent_layers_of
 from helios_jax.scheduler.catalog import MAX_SLOTS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -178,6 +178,11 @@ class CoreOptions:
             raise ConfigError(
                 f"draft_model {self.draft_model!r} has a vocabulary of {draft.vocab_size} tokens and the model one of"
                 f" {model.vocab_size}: a draft model needs the model's own vocabulary"
+            )
+        if recurrent_layers_of(draft):
+            raise ConfigError(
+                f"draft_model {self.draft_model!r} has recurrent layers, whose state a round could not take back:"
+                " use one of attention layers alone, or spec_method mtp where the model has heads"
             )
         assert self.max_context is not None
         if self.max_context > draft.max_position_embeddings:

@@ -175,7 +175,8 @@ class Host:
         if poison:
             nan = 0x7FC0 if jnp.dtype(dtype).itemsize == 2 else np.nan
             pools = jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, nan, p.dtype)), self.state.kv)
-            self.state = self.state.replace(kv=pools)
+            rows = jax.tree.map(lambda t: jnp.asarray(np.full(t.shape, nan, t.dtype)), self.state.recurrent)
+            self.state = self.state.replace(kv=pools, recurrent=rows)
 
     bits: np.ndarray | None = None  # of the next frame
 

@@ -23,6 +23,7 @@ from helios_jax.aot.programs.lanes import address_lanes, read_lanes
 from helios_jax.aot.programs.logprobs import describe_if
 from helios_jax.aot.programs.masks import Mask
 from helios_jax.aot.programs.packing import assemble
+from helios_jax.aot.programs.recurrence import run_target, token_recur
 from helios_jax.aot.programs.sampling import Rows, record, sample
 from helios_jax.aot.programs.tiling import decode_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
@@ -45,7 +46,8 @@ def build_decode(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | N
             state, _ = drafter.complete(state, lanes)
         address = address_lanes(lanes, position, active, dims)
         attend = decode_attend(lanes.tables, position, active, address, tiling)
-        hidden, kv = model.forward(weights.target, lanes.pending, position, state.kv, attend)
+        recur = token_recur(row, active)
+        hidden, state, recurrent = run_target(model, weights.target, state, lanes.pending, position, attend, recur)
         logits = model.logits(weights.target, hidden)
 
         rows = Rows(row, active, position + 1)
@@ -54,7 +56,7 @@ def build_decode(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | N
         committed = jnp.where(active, position + 1, 0)
         state = dataclasses.replace(
             state,
-            kv=kv,
+            recurrent=recurrent,
             committed_len=state.committed_len.at[row].set(committed),
             previous_token=state.previous_token.at[row].set(lanes.pending),
         )

@@ -50,7 +50,8 @@ def propose(
         hidden,
         state.draft_kv,
     )
-    context = dataclasses.replace(state, kv=(), draft_kv=())  # the pools travel in the loop's carry, or not at all
+    # the pools travel in the loop's carry, or not at all
+    context = dataclasses.replace(state, kv=(), draft_kv=(), recurrent=())
 
     def step(number: jax.Array, carry: _Step) -> _Step:
         carry = _choose(drafter, context, lanes, number, carry)

@@ -34,7 +34,7 @@ from helios_jax.aot.programs.lanes import Lanes, address_lanes
 from helios_jax.aot.programs.packing import Packed, address_tokens, pack
 from helios_jax.aot.programs.tiling import decode_tiling, verify_tiling
 from helios_jax.aot.programs.types import Tiling
-from helios_jax.models.interface import Attend, Draft, Model, MtpHeads, Params
+from helios_jax.models.interface import Attend, Draft, Model, MtpHeads, Params, recurrent_layers_of
 
 
 class Fed(NamedTuple):
@@ -231,8 +231,10 @@ def check_draft(model: Model, draft: Draft | None) -> None:
     """Refuses a draft whose tokens mean something else.
 
     Raises:
-        ValueError: The vocabularies have different sizes.
+        ValueError: The vocabularies have different sizes, or the draft has recurrent layers.
     """
+    if recurrent_layers_of(draft):
+        raise ValueError("a draft model with recurrent layers is not supported: its state could not be rolled back")
     if draft is not None and draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"the draft model has {draft.vocab_size} tokens and the target {model.vocab_size};"

@@ -44,7 +44,8 @@ def build_initialize(shape: ProgramShape, dims: Dims) -> Program:
         for name in ("pending_token", "previous_token", "committed_len", "prompt_seen", "output_counts"):
             column = getattr(state, name)
             changed[name] = column.at[row].set(jnp.zeros((), column.dtype))
-        changed["mtp_hidden"] = tuple(kept.at[row].set(jnp.zeros((), kept.dtype)) for kept in state.mtp_hidden)
+        for name in ("mtp_hidden", "recurrent"):
+            changed[name] = jax.tree.map(lambda kept: kept.at[row].set(jnp.zeros((), kept.dtype)), getattr(state, name))
         return dataclasses.replace(state, **changed), assemble(completion, {"slot": slot})
 
     return initialize

@@ -33,6 +33,7 @@ from helios_jax.aot.programs.drafters import Drafter, Fed, check_draft, make_dra
 from helios_jax.aot.programs.lanes import Lanes, read_lanes
 from helios_jax.aot.programs.packing import Packed, address_tokens, assemble, pack
 from helios_jax.aot.programs.prefill import count_prompt
+from helios_jax.aot.programs.recurrence import mixed_recur, run_target, span_of, write_rounds
 from helios_jax.aot.programs.speculative import (
     check_source,
     commit,
@@ -44,7 +45,7 @@ from helios_jax.aot.programs.speculative import (
     report,
     target_rows,
 )
-from helios_jax.aot.programs.tiling import prefill_tiling, verify_tiling
+from helios_jax.aot.programs.tiling import chunk_rows, prefill_tiling, verify_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.aot.programs.verification import Block, judge, pack_block
 from helios_jax.models.interface import Draft, Model
@@ -147,11 +148,11 @@ def build_mixed(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | No
         attend = mixed_attend(
             tables, packed, prompt.here, rows.lengths, rows.start, address, prompt_tiling, round_tiling
         )
-        hidden, kv = model.forward(weights.target, rows.token, packed.position, state.kv, attend)
+        span = span_of(lanes.row, rows.lengths, rows.start, packed)
+        recur = mixed_recur(span, prompt.here, chunk_rows(1, shape.prefill_capacity), width)
+        hidden, state, left = run_target(model, weights.target, state, rows.token, packed.position, attend, recur)
 
-        state = count_prompt(
-            dataclasses.replace(state, kv=kv), lanes.row[packed.row], packed, packed.valid & rows.of_prompt, rows.token
-        )
+        state = count_prompt(state, lanes.row[packed.row], packed, packed.valid & rows.of_prompt, rows.token)
         judged = hidden[_judged_rows(rows, block, prompt)]
         logits = model.logits(weights.target, judged)
         mask = packed_mask(bits, fields["masked"], block, shape.token_capacity)
@@ -161,6 +162,7 @@ def build_mixed(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | No
             state = follow_prompt(drafter, state, prompt, lanes, rows, hidden)
             again = proposals.log_q is None or drafter.corrects
             state = keep_context(drafter, state, lanes, _without_prompt(block, prompt), verdict, judged, width, again)
+        state = write_rounds(state, left, span, verdict.emitted, prompt.here)
         state = commit_prompt(commit(state, lanes, verdict), prompt)
         values = report(shape, dims, fields["slot"], lanes, proposals, verdict)
         values["committed_len"] = jnp.where(prompt.here, prompt.end, values["committed_len"])

@@ -28,8 +28,9 @@ from helios_jax.aot.programs.drafters import Fed, check_draft, make_drafter, spl
 from helios_jax.aot.programs.logprobs import Logprobs, describe_if, nothing, score
 from helios_jax.aot.programs.masks import Mask
 from helios_jax.aot.programs.packing import Packed, address_tokens, assemble, pack
+from helios_jax.aot.programs.recurrence import prompt_recur, run_target, span_of
 from helios_jax.aot.programs.sampling import STATUS_OK, Rows, Sampled, record, sample
-from helios_jax.aot.programs.tiling import prefill_tiling
+from helios_jax.aot.programs.tiling import chunk_rows, prefill_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
@@ -43,6 +44,7 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | 
     check_draft(model, draft)
     control, completion = control_layout(shape, dims), completion_layout(shape, dims)
     tiling = prefill_tiling(dims, shape.batch_capacity, shape.token_capacity)
+    chunk = chunk_rows(shape.batch_capacity, shape.token_capacity)
 
     def prefill(params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array, bits: jax.Array) -> Result:
         fields, weights = control.split(ints, floats), split(params, draft)
@@ -56,8 +58,9 @@ def build_prefill(shape: ProgramShape, model: Model, dims: Dims, draft: Draft | 
         valid = packed.valid & active[packed.row]
         address = address_tokens(tables, packed.row, packed.position, valid, dims.page_size, dims.num_pages)
         attend = prefill_attend(tables, packed, query_len, start, address, tiling)
-        hidden, kv = model.forward(weights.target, tokens, packed.position, state.kv, attend)
-        state = dataclasses.replace(state, kv=kv)
+        recur = prompt_recur(span_of(row, jnp.where(active, query_len, 0), start, packed), chunk)
+        hidden, state, recurrent = run_target(model, weights.target, state, tokens, packed.position, attend, recur)
+        state = dataclasses.replace(state, recurrent=recurrent)
         state = count_prompt(state, row[packed.row], packed, valid, tokens)
         end = jnp.where(active, start + query_len, 0)
         rows = Rows(row, active & (fields["sample"] > 0), end)

@@ -6,8 +6,8 @@
 4. One pass of the target over the packed rows of all lanes.
 5. The verdict: accepted proposals, and one token of the target's own behind them.
 6. Commit: the pool keeps the accepted prefix (keys and values of rejected rows lie beyond
-   `committed_len`, where nothing reads them before they are overwritten); emitted tokens are
-   counted, the last one is pending.
+   `committed_len`, where nothing reads them before they are overwritten); recurrent state advances
+   over it; emitted tokens are counted, the last one is pending.
 7. Sidecars for the scheduler.
 
 A drafter's context is kept by every round, whatever the source (see `drafters.py`).
@@ -36,6 +36,7 @@ from helios_jax.aot.programs.logprobs import Logprobs, describe_if
 from helios_jax.aot.programs.masks import Mask
 from helios_jax.aot.programs.packing import address_tokens, assemble
 from helios_jax.aot.programs.proposals import Proposals
+from helios_jax.aot.programs.recurrence import round_recur, run_target, span_of, write_rounds
 from helios_jax.aot.programs.tiling import verify_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.aot.programs.verification import Block, Verdict, grid_index, judge, pack_block
@@ -98,16 +99,19 @@ def build_speculative(shape: ProgramShape, model: Model, dims: Dims, draft: Draf
         packed, tables = block.packed, lanes.tables
         address = address_tokens(tables, packed.row, packed.position, packed.valid, dims.page_size, dims.num_pages)
         attend = verify_attend(tables, packed, lengths, lanes.position, address, tiling)
-        hidden, kv = model.forward(weights.target, block.token, packed.position, state.kv, attend)
+        span = span_of(lanes.row, lengths, lanes.position, packed)
+        hidden, state, left = run_target(
+            model, weights.target, state, block.token, packed.position, attend, round_recur(span, width)
+        )
         logits = model.logits(weights.target, hidden)
 
-        state = dataclasses.replace(state, kv=kv)
         mask = packed_mask(bits, fields["masked"], block, shape.token_capacity)
         verdict = judge(logits, block, proposals, state, width, mask)
         details = describe_block(fields["want_logprobs"][0] > 0, logits, block, verdict, shape.token_capacity)
         if drafter is not None:
             own = proposals.log_q is not None
             state = keep_context(drafter, state, lanes, block, verdict, hidden, width, not own or drafter.corrects)
+        state = write_rounds(state, left, span, verdict.emitted)
         state = commit(state, lanes, verdict)
         values = report(shape, dims, fields["slot"], lanes, proposals, verdict)
         return state, assemble(completion, values | details._asdict())

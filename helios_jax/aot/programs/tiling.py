@@ -17,6 +17,8 @@ PREFILL_KEYS = 256
 MIN_QUERY_TILE = 16
 MAX_QUERY_TILE = 128
 MAX_LANE_GROUP = 16
+MIN_CHUNK = 16
+MAX_CHUNK = 64  # work inside a chunk grows with its square; the published kernels use the same
 
 
 def _key_block(dims: Dims, keys: int) -> int:
@@ -43,3 +45,8 @@ def prefill_tiling(dims: Dims, rows: int, tokens: int) -> Tiling:
     """
     tile = min(MAX_QUERY_TILE, max(MIN_QUERY_TILE, tokens // rows))
     return Tiling(key_block=_key_block(dims, PREFILL_KEYS), query_tile=min(tile, tokens), lane_group=1)
+
+
+def chunk_rows(rows: int, tokens: int) -> int:
+    """Tokens of a recurrent chunk in a prefill of `tokens` tokens in up to `rows` rows: a power of two."""
+    return min(MAX_CHUNK, max(MIN_CHUNK, 1 << (max(1, tokens // rows).bit_length() - 1)))

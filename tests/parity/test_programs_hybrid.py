@@ -1,0 +1,175 @@
+"""Programs with hybrid and mixture families: transformers' tokens however the work is cut, batched and speculated."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helios_jax.models.interface import heads_of, recurrent_layers_of
+from helios_jax.models.reference import PlainState, attend_dense, empty_caches, recur_plain
+from helios_jax.models.source import open_source
+from helios_jax.scheduler.catalog import ProgramShape
+from tests.golden.tiny import GREEDY_LEN, VOCAB, golden, tiny_checkpoint
+from tests.golden.tiny_hybrid import HYBRIDS
+from tests.unit.programs_toy import Chunk, Host
+from tests.unit.speculative_toy import LEARNED, NARROW, RAGGED, RECTANGLE, Offer, Rounds
+
+TOLERANCE = 1e-4
+FAST = "qwen3_5_hybrid"  # the smallest with recurrent and attending layers and heads
+
+
+@functools.cache
+def loaded(family: str) -> tuple[Any, Any]:
+    source = open_source(tiny_checkpoint(family))
+    return source.model, source.load_params("float32")
+
+
+@functools.cache
+def heads(family: str) -> tuple[Any, Any]:
+    source = open_source(tiny_checkpoint(family))
+    return heads_of(source.model), source.heads().load_params("float32")
+
+
+@functools.cache
+def greedy_run(family: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    """The model's next `count` tokens by plain decode in one lane, which the goldens hold by themselves."""
+    return Host(*loaded(family), slots=1, context=len(prompt) + count + 16).generate(0, prompt, count)
+
+
+def top_logprobs(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return (shifted - np.log(np.exp(shifted).sum()))[ids]
+
+
+def families() -> list[Any]:
+    return [family if family == FAST else pytest.param(family, marks=pytest.mark.slow) for family in HYBRIDS]
+
+
+@pytest.mark.parametrize("family", families())
+def test_goldens_by_prefill_splits_and_batches(family: str) -> None:
+    """Every split of a prompt in two; then slots that are s tokens further on decode together to the end."""
+    stored = golden(family)
+    prompt, greedy = stored["prompt"].tolist(), stored["greedy"].tolist()
+    host = Host(*loaded(family), slots=3, context=96)
+    for split in range(1, len(prompt)):
+        host.initialize(0, len(prompt))
+        host.prefill([Chunk(0, prompt[:split], 0, False)], rows=2)
+        out = host.prefill([Chunk(0, prompt[split:], split)], rows=2, logprobs=True)
+        expected = top_logprobs(stored["logits"][len(prompt) - 1], out["top_ids"][0])
+        np.testing.assert_allclose(out["top_logprobs"][0], expected, atol=TOLERANCE)
+        assert out["token"][0] == greedy[0]
+    for slot in (1, 2):
+        host.initialize(slot, len(prompt) + slot)
+    out = host.prefill([Chunk(1, prompt + greedy[:1]), Chunk(2, prompt + greedy[:2])])
+    assert out["token"].tolist() == greedy[1:3]
+    for step in range(1, GREEDY_LEN - 2):
+        lanes = [[0, 1, 2, None], [2, None, 0, 1]][step % 2]
+        out = host.decode(lanes, logprobs=True)
+        for lane, slot in enumerate(lanes):
+            if slot is None:
+                continue
+            assert out["token"][lane] == greedy[step + slot]
+            expected = top_logprobs(stored["logits"][len(prompt) + step + slot - 1], out["top_ids"][lane])
+            np.testing.assert_allclose(out["top_logprobs"][lane], expected, atol=TOLERANCE)
+
+
+@functools.cache
+def plain_state(family: str, length: int) -> Any:
+    """tokens [length], count -> each recurrent layer's state after the first `count`, token by token."""
+    model, params = loaded(family)
+
+    @jax.jit
+    def run(params: Any, tokens: jax.Array, count: jax.Array) -> tuple[PlainState, ...]:
+        def recur(spec: Any, rows: Any, state: Any) -> Any:
+            # decay and strength 0 change nothing: behind `count` the matrix stays as it is
+            there = jnp.arange(length)[:, None] < count
+            stopped = rows._replace(decay=jnp.where(there, rows.decay, 0.0), beta=jnp.where(there, rows.beta, 0.0))
+            out, after = recur_plain(spec, stopped, state)
+            padded = jnp.concatenate([state.rows, rows.mixed])
+            last = jax.lax.dynamic_slice_in_dim(padded, count, spec.kernel - 1)
+            return out, after._replace(rows=last)
+
+        caches = empty_caches(model)
+        _, caches = model.forward(params, tokens, jnp.arange(length), caches, attend_dense, recur)
+        return caches[len(model.attention_layers) :]
+
+    return lambda tokens, count: run(params, jnp.asarray(np.resize(tokens, length)), jnp.asarray(count))
+
+
+def check_state(host: Host, family: str, slot: int, known: list[int], length: int) -> None:
+    """The slot's recurrent state is that after all its known tokens but the pending one."""
+    expected = plain_state(family, length)(known, len(known) - 1)
+    for mine, theirs in zip(host.state.recurrent, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(mine[0])[slot], theirs.rows, atol=TOLERANCE)
+        np.testing.assert_allclose(np.asarray(mine[1])[slot], theirs.matrix, atol=TOLERANCE)
+
+
+def rounds_of(family: str, learned: bool, **options: Any) -> Rounds:
+    draft, own = heads(family) if learned else (None, None)
+    return Rounds(*loaded(family), draft=draft, draft_params=own, **options)
+
+
+def begin(host: Host, slot: int, prompt: list[int], cuts: tuple[int, ...] = ()) -> int:
+    """Prefills `prompt` in chunks; the token that follows."""
+    host.initialize(slot, len(prompt))
+    start = 0
+    for stop in cuts:
+        host.prefill([Chunk(slot, prompt[start:stop], start, False)])
+        start = stop
+    return int(host.prefill([Chunk(slot, prompt[start:], start)])["token"][0])
+
+
+@pytest.mark.parametrize(
+    ("family", "learned"),
+    [
+        *(pytest.param(f, True, marks=pytest.mark.slow) for f in (FAST, "qwen3_next", "qwen3_5_moe")),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
+    ],
+)
+def test_rounds_of_every_width_equal_transformers(family: str, learned: bool) -> None:
+    """Copies right up to a random depth, the heads' own proposals, width one and plain decode, in random order.
+
+    Slots start at other places and in other chunks. At the end the state of each slot is the recurrence's own
+    after its committed tokens: nothing of a fallen proposal is left in it.
+    """
+    stored, rng = golden(family), np.random.default_rng(5)
+    prompt, greedy = stored["prompt"].tolist(), stored["greedy"].tolist()
+    host = rounds_of(family, learned, slots=3, context=96)
+    outputs = {slot: greedy[:slot] for slot in range(3)}
+    for slot, cuts in enumerate([(), (1, 17), (9,)]):
+        outputs[slot].append(begin(host, slot, prompt + greedy[:slot], cuts))
+    kinds: list[ProgramShape | None] = [RECTANGLE, RAGGED, *([LEARNED, NARROW] if learned else []), None]
+    seen: dict[ProgramShape | None, int] = dict.fromkeys(kinds, 0)
+    depths = np.zeros(4, int)
+    limit = GREEDY_LEN - 6
+    while any(len(out) < limit for out in outputs.values()):
+        shape = kinds[rng.integers(len(kinds))]
+        slots = [slot for slot in rng.permutation(3).tolist() if len(outputs[slot]) < limit and rng.random() < 0.8]
+        if not slots:
+            continue
+        seen[shape] += 1
+        if shape is None:
+            lanes = [*slots, None, None, None][:3]
+            for slot, token in zip(lanes, host.decode(lanes)["token"], strict=True):
+                outputs.get(slot, []).append(int(token)) if slot is not None else None
+            continue
+        offers: list[Offer | None] = []
+        for slot in slots:
+            right = int(rng.integers(4))
+            copy = greedy[len(outputs[slot]) :][:3]
+            copy = [token if i < right else (token + 1) % VOCAB for i, token in enumerate(copy)]
+            offers.append(Offer(slot, 1 if shape is NARROW else int(rng.integers(1, 5)), copy, [0.9, 0.8, 0.7]))
+        out = host.round(shape, offers)
+        host.extend(outputs, offers, out)
+        depths += np.bincount(out["accepted"][: len(offers)], minlength=4)
+    for slot, out in outputs.items():
+        assert out == greedy[: len(out)]
+        if recurrent_layers_of(host.model):
+            check_state(host, family, slot, prompt + out, 96)
+    assert all(count > 2 for count in seen.values())
+    assert (depths > 0).all()
