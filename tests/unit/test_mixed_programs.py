@@ -18,7 +18,7 @@ from tests.unit.test_speculative_rounds import SETTINGS, begin, drafts_of
 
 NAMES, LONGEST = list(SETTINGS), 48  # tokens of an output before its slot begins again
 PROMPTED = 4  # the slot of the prompts
-TABLES = ("kv", "draft_kv", "mtp_hidden")
+TABLES = ("kv", "draft_kv", "mtp_hidden", "recurrent")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ SETTINGS: dict[str, Any] = {
 
 def tables(host: Host) -> dict[str, np.ndarray]:
     """The slot table as numpy copies."""
-    names = [name for name in host.state.__dataclass_fields__ if name not in ("kv", "draft_kv", "mtp_hidden")]
+    names = [
+        name for name in host.state.__dataclass_fields__ if name not in ("kv", "draft_kv", "mtp_hidden", "recurrent")
+    ]
     return {name: np.array(getattr(host.state, name)) for name in names}
 
 
