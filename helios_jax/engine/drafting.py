@@ -1,7 +1,7 @@
 """The host's part of speculation: what it offers, what it supplies, what completed rounds teach it.
 
-1. After every completion `offer` looks up what followed the present suffix of each sequence and
-   tells the scheduler how many tokens it could supply.
+1. After every completion `offer` looks up what followed the present suffix of each sequence, cuts it
+   where a grammar does not go on, and tells the scheduler how many tokens it could supply.
 2. A committed copy round gets its tokens and their confidence from `copies`; any round gets its
    source's logistic map from `calibration`.
 3. `observe` teaches the copy history and the maps, and counts (`RoundCounts`).
@@ -12,7 +12,7 @@ One `CopyIndex` a running sequence, dropped with it. Learned sources need nothin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from helios_jax.engine.copy_index import Copy, CopyHistory, CopyIndex
 from helios_jax.engine.request import Sequence
 from helios_jax.engine.window import Outstanding
 from helios_jax.scheduler.catalog import Catalog, ProgramKind, ProposalSource
-from helios_jax.scheduler.types import CompletionRecord, LaneRole, RequestHandle, ScheduledPlan
+from helios_jax.scheduler.types import UNTYPICAL, CompletionRecord, LaneRole, RequestHandle, ScheduledPlan
 
 OfferCopy = Callable[[RequestHandle, int], None]
 NO_COPY = Copy((), 0)
@@ -75,7 +75,10 @@ class Drafting:
                 index = self._indexes[handle] = CopyIndex(sequence.prompt.tolist())
             known = len(index) - len(sequence.prompt)
             index.extend(sequence.token_ids[known:])
-            self._offers[handle] = found = index.propose(self.copy_depth)
+            found = index.propose(self.copy_depth)
+            if sequence.matcher is not None:
+                found = found._replace(tokens=found.tokens[: sequence.matcher.allowed(found.tokens)])
+            self._offers[handle] = found
             tell(handle, len(found.tokens))
 
     def forget(self, handle: RequestHandle) -> None:
@@ -111,17 +114,19 @@ class Drafting:
         frame: Outstanding,
         records: Iterable[CompletionRecord],
         confidence: np.ndarray,
-        running: Container[RequestHandle],
+        running: Mapping[RequestHandle, Sequence],
     ) -> None:
         """Learn from a completed round.
 
-        A lane whose request ended or was cancelled while the frame was outstanding teaches nothing.
+        A lane whose request ended or was cancelled while the frame was outstanding teaches nothing. What is
+        learnt here is shared by all requests, so those that the target alone restricts (penalties, bias,
+        grammars) teach nothing either: their drafts fail for reasons that others do not have.
 
         Args:
             frame: With the calibration and the copies that it was submitted with.
             records: In lane order.
             confidence: float32 [slots, D] calibrated confidence of each proposal.
-            running: Handles of the sequences that had not ended before this frame.
+            running: The sequences that had not ended before this frame.
         """
         plan, source = frame.plan, frame.plan.shape.proposal_source
         width = max((lane.length for lane in plan.lanes if lane.role is LaneRole.DECODE), default=0)
@@ -138,7 +143,7 @@ class Drafting:
             counts.offered += record.offered
             counts.accepted += record.accepted
             counts.emitted += len(record.tokens)
-            if record.offered:
+            if record.offered and not running[lane.handle].spec.constraints & UNTYPICAL:
                 match_len = frame.copies.get(lane.handle, NO_COPY).match_len
                 self._learn(source, match_len, record, row, frame.mapped)
 

@@ -175,6 +175,7 @@ class Engine:
             running, waiting = len(self.roster.running), len(self.roster.waiting)
             if running or waiting:
                 raise InvariantError(f"nothing is planned for {running} running, {waiting} waiting")
+            self.board.rest()
             return False
         self._complete_oldest()
         return True
@@ -186,6 +187,7 @@ class Engine:
         scheduler.commit(plan, fence)
         self.events.note(scheduler.state.now_ns, "commit", (fence, plan.shape.name, plan.lanes))
         ints, floats = self._builder.control(plan, running, scheduler.page_table)
+        bits = self._builder.bits(plan, running)
         requests = []
         for lane in plan.lanes:
             sequence = running[lane.handle]  # planned this moment: nobody has left since
@@ -196,7 +198,7 @@ class Engine:
         self.heartbeat.enter(DEVICE, f"fence {fence}, {plan.shape.name}")
         in_flight: Any
         try:
-            in_flight = self.core.runner.submit(plan.shape, ints, floats)
+            in_flight = self.core.runner.submit(plan.shape, ints, floats, bits)
         except DeviceError as error:
             in_flight = FailedSubmission(error)
         frame = Outstanding(
@@ -255,6 +257,8 @@ class Engine:
             scheduler.finish(sequence.handle, FinishReason.STOP)
         for sequence in effects.ended:
             roster.retire(sequence)
+        for sequence in effects.failed:
+            roster.fail_grammar(sequence)
         roster.follow(events)
         served = (roster.running.get(lane.handle) for lane in frame.plan.lanes if lane.emits)
         self._drafting.offer((sequence for sequence in served if sequence), scheduler.offer_copy)

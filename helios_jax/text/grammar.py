@@ -84,7 +84,12 @@ class GrammarSpec:
         """One of some texts."""
         if isinstance(choices, str) or not choices or not all(isinstance(c, str) and c for c in choices):
             raise GrammarError("choices must be a list of texts, at least one and none of them empty")
-        return cls("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices))
+        return cls("lark", "start: " + " | ".join(lark_string(text) for text in choices))
+
+
+def lark_string(text: str) -> str:
+    """A text as a literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class Matcher:

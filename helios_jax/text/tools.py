@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from helios_jax.errors import RequestError
-from helios_jax.text.grammar import GrammarSpec
+from helios_jax.text.grammar import GrammarSpec, lark_string
 from helios_jax.text.grammar_schema import GrammarError, check_schema, json_options
 from helios_jax.text.template import render_chat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+AFTER = "}\n" + CLOSE  # the arguments
 SPACE = r"\x20?"  # what may lie between the parts of a call's arguments
 MAX_CALLS = 8  # of one forced output: a small model would go on for ever
 PROBE_NAME = "probe_of_tools"
@@ -102,7 +103,7 @@ def call_grammar(
     for i, tool in enumerate(tools):
         function = tool["function"]
         before = f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
-        rules.append(f"call_{i}: {json.dumps(before)} args_{i} {json.dumps('}' + chr(10) + CLOSE)}")
+        rules.append(f"call_{i}: {lark_string(before)} args_{i} {lark_string(AFTER)}")
         rules.append(f"args_{i}: %json {_embedded(_object_schema(function), json_options(True, SPACE))}")
     if answer is not None:
         rules.append(f"answer: %json {_embedded(json.loads(answer.text), json_options(answer.whitespace))}")
