@@ -46,6 +46,26 @@ def smollm2_core_dir(cache_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_rounds_core_dir(cache_dir: Path) -> Path:
+    """The default model with rounds of up to 3 copied proposals: 4 slots, context 512, chunk 128.
+
+    Loaded with `spec_method` none it is a plain core of four slots.
+    """
+    from helios_jax.aot import CoreOptions, prepare
+    from helios_jax.aot.core import load_core
+    from helios_jax.errors import CoreError
+    from helios_jax.models.source import open_source
+
+    out = cache_dir / "smollm2-copy-4x512"
+    options = CoreOptions(max_slots=4, max_context=512, prefill_chunk=128, spec_method="copy", num_draft_tokens=3)
+    try:
+        load_core(out).close()
+    except CoreError:
+        prepare(open_source("smollm2"), options, out).close()
+    return out
+
+
+@pytest.fixture(scope="session")
 def tiny_core_dir(cache_dir: Path) -> Path:
     """A prepared core of a tiny Llama with transformers' goldens: 8 slots, context 128, chunk 64."""
     from helios_jax.aot import CoreOptions, prepare
