@@ -50,7 +50,22 @@ from helios_jax.scheduler.invariants_stages import boundaries, copies, images
 from helios_jax.scheduler.programs import misfit
 from helios_jax.scheduler.resources import pages_for
 from helios_jax.scheduler.service import MAX_R, MIN_R
-from helios_jax.scheduler.state import OWNED_COLUMNS, REQUEST_COLUMNS, Phase, State
+from helios_jax.scheduler.state import (
+    DECODE,
+    EXTERNAL,
+    FREE,
+    INITIALIZE,
+    OWNED_COLUMNS,
+    PROMPT,
+    REQUEST_COLUMNS,
+    RESTORE,
+    RETIRING,
+    SNAPSHOT,
+    TERMINAL,
+    VISION,
+    Phase,
+    State,
+)
 from helios_jax.scheduler.types import LaneRole
 
 
@@ -93,13 +108,13 @@ def _coverage(state: State) -> str | None:
         for lane in frame.plan.lanes:
             if lane.role in (LaneRole.PROMPT, LaneRole.DECODE):
                 reach[lane.handle.slot] = max(reach[lane.handle.slot], lane.start + lane.length)
-    owned = requests.phase != Phase.FREE
-    if (reach > written)[owned & (requests.phase != Phase.RESTORE)].any():
+    owned = requests.phase != FREE
+    if (reach > written)[owned & (requests.phase != RESTORE)].any():
         return f"positions up to {reach} are in use, written are {written}"
     needed = np.array([pages_for(int(tokens), state.limits.page_size) for tokens in written])
     held = np.array([len(table) for table in state.pool.tables])
     # A restore takes its pages when it is committed, not when the request is admitted.
-    exact = owned & ~np.isin(requests.phase, (Phase.RESTORE, Phase.EXTERNAL, Phase.RETIRING))
+    exact = owned & (requests.phase != RESTORE) & (requests.phase != EXTERNAL) & (requests.phase != RETIRING)
     if (held > needed).any() or (held != needed)[exact].any():
         return f"slots hold {held} pages, {needed} are written"
     return None
@@ -107,10 +122,10 @@ def _coverage(state: State) -> str | None:
 
 def _occupancy(state: State) -> str | None:
     requests = state.requests
-    if not np.isin(requests.phase, list(Phase)).all():
+    if not ((requests.phase >= FREE) & (requests.phase <= RETIRING)).all():
         return f"unknown phase in {requests.phase}"
     for slot in range(state.limits.slots):
-        if requests.phase[slot] == Phase.FREE:
+        if requests.phase[slot] == FREE:
             blank = all(getattr(requests, name)[slot] == 0 for name in OWNED_COLUMNS)
             blank &= bool(np.isnan(requests.token_r[slot]) and np.isnan(requests.delivery_r[slot]))
             if not blank or state.specs[slot] is not None:
@@ -122,7 +137,7 @@ def _occupancy(state: State) -> str | None:
 
 def _lengths(state: State) -> str | None:
     r = state.requests
-    for slot in np.flatnonzero(r.phase != Phase.FREE).tolist():
+    for slot in np.flatnonzero(r.phase != FREE).tolist():
         spec, phase = state.specs[slot], r.phase[slot]
         prompt, consumed, committed, output = (
             int(column[slot]) for column in (r.prompt_len, r.consumed_len, r.committed_len, r.output_len)
@@ -132,15 +147,15 @@ def _lengths(state: State) -> str | None:
         decoding = consumed == prompt and committed == prompt + output - 1 and 1 <= output < spec.max_tokens
         prompting = consumed == committed < prompt and output == 0
         agrees = {
-            Phase.INITIALIZE: consumed == committed == output == 0,
-            Phase.RESTORE: prompting and consumed > 0,
-            Phase.EXTERNAL: prompting and consumed > 0,
-            Phase.VISION: prompting and r.images_done[slot] < r.window_images[slot],
-            Phase.SNAPSHOT: prompting or decoding,
-            Phase.PROMPT: prompting and consumed < r.boundary[slot] <= prompt,
-            Phase.DECODE: decoding,
-            Phase.TERMINAL: 0 <= consumed <= prompt and 0 <= output <= spec.max_tokens,
-            Phase.RETIRING: 0 <= consumed <= prompt and 0 <= output <= spec.max_tokens,
+            INITIALIZE: consumed == committed == output == 0,
+            RESTORE: prompting and consumed > 0,
+            EXTERNAL: prompting and consumed > 0,
+            VISION: prompting and r.images_done[slot] < r.window_images[slot],
+            SNAPSHOT: prompting or decoding,
+            PROMPT: prompting and consumed < r.boundary[slot] <= prompt,
+            DECODE: decoding,
+            TERMINAL: 0 <= consumed <= prompt and 0 <= output <= spec.max_tokens,
+            RETIRING: 0 <= consumed <= prompt and 0 <= output <= spec.max_tokens,
         }
         if not agrees[Phase(phase)]:
             lengths = f"{consumed} consumed of {prompt}, {committed} committed, {output} out"
@@ -161,12 +176,12 @@ def _fences(state: State) -> str | None:
     last = {lane.handle.slot: frame.fence for frame in state.frames for lane in frame.plan.lanes}
     for frame in state.frames:
         for slot, generation in (lane.handle for lane in frame.plan.lanes):
-            if state.requests.generation[slot] != generation or state.requests.phase[slot] == Phase.FREE:
+            if state.requests.generation[slot] != generation or state.requests.phase[slot] == FREE:
                 return f"fence {frame.fence} names ({slot}, {generation}), which lost its slot"
     for slot, fence in last.items():
         if state.requests.last_fence[slot] != fence:
             return f"slot {slot} has last fence {state.requests.last_fence[slot]}, it is in {fence}"
-    leaked = [s for s in np.flatnonzero(state.requests.phase == Phase.RETIRING).tolist() if s not in last]
+    leaked = [s for s in np.flatnonzero(state.requests.phase == RETIRING).tolist() if s not in last]
     return f"slots {leaked} retire although no fence holds them" if leaked else None
 
 
@@ -196,7 +211,7 @@ def _durations(state: State) -> str | None:
 def _totals(state: State) -> str | None:
     c = state.counters
     ended = sum(c.finished) + c.cancelled + c.preempted
-    running = int(np.count_nonzero(state.requests.active | (state.requests.phase == Phase.EXTERNAL)))
+    running = int(np.count_nonzero(state.requests.active | (state.requests.phase == EXTERNAL)))
     if c.admitted != ended + running:
         return f"{c.admitted} admitted, {ended} ended and {running} running"
     if c.admitted + c.rebound != int(state.requests.generation.sum()):
@@ -230,7 +245,7 @@ def _columns(state: State) -> str | None:
 
 
 def _endpoints(state: State) -> str | None:
-    for slot in np.flatnonzero(state.requests.phase == Phase.PROMPT).tolist():
+    for slot in np.flatnonzero(state.requests.phase == PROMPT).tolist():
         spec, consumed = state.specs[slot], int(state.requests.consumed_len[slot])
         if spec is None:
             return f"slot {slot} has no spec"

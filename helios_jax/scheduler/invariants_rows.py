@@ -6,7 +6,7 @@ import numpy as np
 
 from helios_jax.scheduler.checkpoints import MAX_ALIASES
 from helios_jax.scheduler.retention import CUT_SKIPS, SKIPS, SLOT_COLUMNS
-from helios_jax.scheduler.state import Phase, State
+from helios_jax.scheduler.state import FREE, PROMPT, RESTORE, RETIRING, SNAPSHOT, TERMINAL, Phase, State
 from helios_jax.scheduler.state_rows import COLUMNS, Role, RowUse, rows_of
 from helios_jax.scheduler.types import LaneRole, RequestHandle
 
@@ -25,7 +25,7 @@ def row_uses(state: State) -> str | None:
                 return f"{RowUse(use).name} row {row} kept {values}"
         elif owner.generation < 1 or requests.generation[owner.slot] != owner.generation:
             return f"row {row} belongs to {owner}, which lost its slot"
-        elif requests.phase[owner.slot] == Phase.FREE:
+        elif requests.phase[owner.slot] == FREE:
             return f"row {row} belongs to the free slot of {owner}"
     held = set((np.flatnonzero(rows.use == RowUse.PUBLISHED) + 1).tolist())
     named = set(state.retention.checkpoints.rows.tolist())
@@ -41,14 +41,14 @@ def row_fences(state: State) -> str | None:
     if flying != written:
         return f"snapshots in flight write {flying}, rows say {written}"
     idle = np.flatnonzero((rows.use == RowUse.COPYING) & (rows.fence == 0)) + 1
-    foreign = np.flatnonzero((rows.fence != 0) & ~np.isin(rows.use, (RowUse.COPYING, RowUse.PRIVATE))) + 1
+    foreign = np.flatnonzero((rows.fence != 0) & (rows.use != RowUse.COPYING) & (rows.use != RowUse.PRIVATE)) + 1
     return f"rows {idle} and {foreign} disagree with their use" if len(idle) or len(foreign) else None
 
 
 def row_columns(state: State) -> str | None:
     """A request has one destination at most; its columns name its own rows and a boundary stops there."""
     rows, requests = state.retention.rows, state.requests
-    for slot in np.flatnonzero(requests.phase != Phase.FREE).tolist():
+    for slot in np.flatnonzero(requests.phase != FREE).tolist():
         handle = RequestHandle(slot, int(requests.generation[slot]))
         armed = rows_of(rows, handle, RowUse.ARMED, RowUse.COPYING)
         private, guards = rows_of(rows, handle, RowUse.PRIVATE), rows_of(rows, handle, RowUse.GUARDED)
@@ -57,19 +57,19 @@ def row_columns(state: State) -> str | None:
         due, consumed, phase = int(requests.state_row[slot]), int(requests.consumed_len[slot]), requests.phase[slot]
         if due and due not in armed:
             return f"{handle} is to write row {due}, armed is {armed}"
-        if due and phase != Phase.RETIRING and rows.endpoint[due - 1] != requests.committed_len[slot]:
+        if due and phase != RETIRING and rows.endpoint[due - 1] != requests.committed_len[slot]:
             return f"{handle} is to write {rows.endpoint[due - 1]} tokens at {requests.committed_len[slot]}"
-        if (phase == Phase.TERMINAL and not due) or (due and phase not in _DUE):
+        if (phase == TERMINAL and not due) or (due and phase not in _DUE):
             return f"{handle} in {Phase(phase).name} is to write row {due}"
         ahead = [int(rows.endpoint[row - 1]) for row in armed if not due]
-        if phase == Phase.PROMPT and any(not requests.boundary[slot] <= end for end in ahead):
+        if phase == PROMPT and any(not requests.boundary[slot] <= end for end in ahead):
             return f"{handle} passes its cut at {ahead} on its way to {requests.boundary[slot]}"
-        if phase != Phase.RETIRING and any(end <= consumed for end in ahead):
+        if phase != RETIRING and any(end <= consumed for end in ahead):
             return f"{handle} has a row armed at {ahead}, behind {consumed}"
     return None
 
 
-_DUE = (Phase.SNAPSHOT, Phase.TERMINAL, Phase.RETIRING)
+_DUE = (SNAPSHOT, TERMINAL, RETIRING)
 
 
 def published(state: State) -> str | None:
@@ -87,7 +87,7 @@ def published(state: State) -> str | None:
         return f"a demand at {p.demand_ns.max()} lies after now, {state.now_ns}"
     if p.pins.tolist() != [pinned.count(identity) for identity in ids] or not set(pinned) <= set(ids):
         return f"pins {p.pins} of {ids}, restores wait for {pinned}"
-    waiting = (state.requests.phase == Phase.RESTORE) & (kept.pinned > 0)
+    waiting = (state.requests.phase == RESTORE) & (kept.pinned > 0)
     sources = {int(i): int(row) for i, row in zip(p.ids, p.rows, strict=True)}
     chosen = state.requests.restore_row
     lost = [s for s in np.flatnonzero(waiting).tolist() if chosen[s] != sources[int(kept.pinned[s])]]
@@ -103,7 +103,7 @@ def captures(state: State) -> str | None:
     if kept.counts.planned != captured + skipped + ahead:
         return f"{kept.counts.planned} cuts were possible; {captured} captured, {skipped} skipped, {ahead} ahead"
     for slot, cuts in enumerate(kept.cuts):
-        if requests.phase[slot] == Phase.FREE and (
+        if requests.phase[slot] == FREE and (
             cuts or kept.used[slot] or any(getattr(kept, name)[slot] for name in SLOT_COLUMNS)
         ):
             return f"free slot {slot} kept captures"

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from helios_jax.scheduler.state import Phase, State
+from helios_jax.scheduler.state import (
+    DECODE,
+    EXTERNAL,
+    INITIALIZE,
+    PROMPT,
+    RESTORE,
+    SNAPSHOT,
+    TERMINAL,
+    VISION,
+    Phase,
+    State,
+)
 from helios_jax.scheduler.types import RequestSpec
 
-_BEFORE_PROMPT = (Phase.INITIALIZE, Phase.RESTORE, Phase.EXTERNAL, Phase.VISION)
-_RUNNING = (*_BEFORE_PROMPT, Phase.SNAPSHOT, Phase.PROMPT, Phase.DECODE)
+_BEFORE_PROMPT = (INITIALIZE, RESTORE, EXTERNAL, VISION)
+_RUNNING = (*_BEFORE_PROMPT, SNAPSHOT, PROMPT, DECODE)
 
 
 def images(state: State) -> str | None:
@@ -23,7 +34,7 @@ def images(state: State) -> str | None:
             return f"slot {slot} has consumed {consumed} tokens, the middle of an image"
         if done < len(spec.image_spans) and consumed > spec.image_spans[done].start:
             return f"slot {slot} has consumed {consumed} tokens with {done} images encoded"
-        if r.phase[slot] in (Phase.PROMPT, Phase.DECODE, Phase.SNAPSHOT) and done != last:
+        if r.phase[slot] in (PROMPT, DECODE, SNAPSHOT) and done != last:
             return f"slot {slot} in {Phase(r.phase[slot]).name} has {done} images of {last}"
     return None
 
@@ -32,7 +43,7 @@ def boundaries(state: State) -> str | None:
     """A prompt stops at a mandatory position at the latest, never inside an image."""
     r = state.requests
     for slot, spec in enumerate(state.specs):
-        if spec is None or r.phase[slot] != Phase.PROMPT:
+        if spec is None or r.phase[slot] != PROMPT:
             continue
         consumed, boundary, window = int(r.consumed_len[slot]), int(r.boundary[slot]), int(r.window_images[slot])
         starts = [span.start for span in spec.image_spans[window:]]
@@ -48,23 +59,23 @@ def copies(state: State) -> str | None:
     """Who waits for a copy has its row; who has further windows has a private one; only ended requests have an end."""
     r = state.requests
     for slot, spec in enumerate(state.specs):
-        if spec is None or r.phase[slot] not in (*_RUNNING, Phase.TERMINAL):
+        if spec is None or r.phase[slot] not in (*_RUNNING, TERMINAL):
             continue
         phase, private, window = Phase(r.phase[slot]), int(r.private_row[slot]), int(r.window_images[slot])
-        earliest = r.visible_ns[slot] if phase == Phase.TERMINAL else 0  # the clock may stand at 0
-        latest = state.now_ns if phase == Phase.TERMINAL else 0
+        earliest = r.visible_ns[slot] if phase == TERMINAL else 0  # the clock may stand at 0
+        latest = state.now_ns if phase == TERMINAL else 0
         if not earliest <= r.terminal_ns[slot] <= latest:
             return f"slot {slot} in {phase.name} has ended at {r.terminal_ns[slot]}, now is {state.now_ns}"
-        if phase == Phase.TERMINAL:
+        if phase == TERMINAL:
             continue
         if window < len(spec.image_spans) and not private:
             return f"slot {slot} has {len(spec.image_spans)} images, a window up to {window} and no private row"
         between = window < len(spec.image_spans) and r.consumed_len[slot] == spec.image_spans[window].start
-        if phase == Phase.SNAPSHOT and not (r.state_row[slot] or between):
+        if phase == SNAPSHOT and not (r.state_row[slot] or between):
             return f"slot {slot} waits for a copy without a row"
-        if phase in (Phase.PROMPT, Phase.VISION, Phase.DECODE) and between:
+        if phase in (PROMPT, VISION, DECODE) and between:
             return f"slot {slot} in {phase.name} is at the end of its window"
-        if private and r.restore_row[slot] == private and not (phase == Phase.RESTORE and between):
+        if private and r.restore_row[slot] == private and not (phase == RESTORE and between):
             return f"slot {slot} in {phase.name} would restore its window"
     return streams(state)
 
@@ -80,7 +91,7 @@ def streams(state: State) -> str | None:
         if spec is None or r.phase[slot] not in _RUNNING or not r.output_len[slot]:
             continue
         phase, last = Phase(r.phase[slot]), int(r.window_images[slot])
-        if phase not in (Phase.DECODE, Phase.SNAPSHOT):
+        if phase not in (DECODE, SNAPSHOT):
             return f"slot {slot} has output and is in {phase.name}, stages away from decoding"
         if r.consumed_len[slot] != r.prompt_len[slot] or last < len(spec.image_spans):
             return f"slot {slot} has output with {r.consumed_len[slot]} of {r.prompt_len[slot]} prompt tokens consumed"
