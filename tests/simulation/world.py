@@ -27,6 +27,7 @@ from helios_jax.testing import ByteTokenizer, EngineRig, FakeDraft, FakeFrame
 from tests.simulation.world_clients import AT_PLACE, MS, Client, new_client
 from tests.simulation.world_clock import WorldClock
 from tests.simulation.world_faults import Faults, Rates
+from tests.simulation.world_grammar import COMPILER
 from tests.simulation.world_leaks import held
 from tests.simulation.world_model import talk
 
@@ -119,7 +120,7 @@ class World:
             duration_ns=self.faults.duration_ns, on_submit=self.faults.on_submit, on_complete=self.faults.on_complete,
             **options,
         )  # fmt: skip
-        self.rig.intake = self.rig.assembly.intake
+        self.intake = dataclasses.replace(self.rig.assembly.intake, grammars=COMPILER)
         self.clients: dict[str, Client] = {}
         self.events = self.idles = self._steps = 0
         self.seen: collections.Counter[str] = collections.Counter()

@@ -15,7 +15,9 @@ from helios_jax.engine.mailbox import Mailbox
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.params import OutputKind, SamplingParams
 from helios_jax.errors import CapacityError, RequestError, UnavailableError
-from tests.simulation.world_model import LETTERS, Answer, reference, shown
+from tests.simulation.world_grammar import FORMS
+from tests.simulation.world_model import LETTERS
+from tests.simulation.world_reference import Answer, reference, shown
 
 MS = 1_000_000
 PATIENT, AT_TIME, AT_FIRST, AT_TEXT, AT_ONCE, AT_END = "patient", "time", "first output", "text", "at once", "end"
@@ -76,7 +78,7 @@ class Client:
     def arrive(self, world: Any) -> None:
         """Ask; a refusal is an answer."""
         try:
-            self.request = world.rig.intake.request(
+            self.request = world.intake.request(
                 self.prompt, self.params, request_id=self.name, sink=world, arrival_ns=world.clock.now_ns
             )
             self.box = Mailbox(self.params.output_kind)
@@ -149,7 +151,7 @@ class Client:
         if self.error is not None:
             return "" if self.hurt or world.is_dead else f"failed without a cause: {self.error!r}"
         for index in range(self.params.n):
-            room = world.rig.intake.max_context - len(self.prompt)
+            room = world.intake.max_context - len(self.prompt)
             wanted = reference(self.prompt, self.params, index, room, world.tokenizer)
             wrong = self._wrong(index, wanted, world)
             if wrong:
@@ -201,6 +203,8 @@ def _params(rng: random.Random, phrase: bytes) -> SamplingParams:
     options["n"] = rng.choice([1] * 12 + [2, 3])
     options["output_kind"] = rng.choice(list(OutputKind) + [OutputKind.DELTA] * 3)
     options["ignore_eos"] = rng.random() < 0.15
+    if rng.random() < 0.12:
+        options |= {"structured_outputs": rng.choice(FORMS).asked, "ignore_eos": False}
     if rng.random() < 0.25:
         words = [phrase.decode()[:2], phrase.decode()[-3:], "e", "\N{GRINNING FACE}", "nt", "zz", " s"]
         options["stop"] = rng.sample(words, rng.randrange(1, 3))
