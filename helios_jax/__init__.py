@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from helios_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from helios_jax.engine.params import OutputKind, SamplingParams
     from helios_jax.engine.stats import EngineStats
+    from helios_jax.engine.structured import StructuredOutputsParams
 
 _HOMES = {
     "AsyncLLM": "helios_jax.engine.async_llm",
@@ -33,6 +34,7 @@ _HOMES = {
     "OutputKind": "helios_jax.engine.params",
     "RequestOutput": "helios_jax.engine.outputs",
     "SamplingParams": "helios_jax.engine.params",
+    "StructuredOutputsParams": "helios_jax.engine.structured",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "OutputKind",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

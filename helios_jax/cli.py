@@ -17,6 +17,7 @@ import helios_jax
 from helios_jax.config import (
     API_KEY_VARIABLE,
     CACHE_VARIABLE,
+    DEFAULT_GRAMMAR_TIMEOUT_S,
     DEFAULT_MAX_QUEUE,
     DEFAULT_MODEL,
     DEFAULT_READY_TIMEOUT_S,
@@ -184,6 +185,13 @@ def _add_engine_options(sub: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds without progress after which /ready says 503 (%(default)s)",
     )
+    group.add_argument(
+        "--grammar-timeout",
+        type=float,
+        default=DEFAULT_GRAMMAR_TIMEOUT_S,
+        metavar="S",
+        help="seconds to compile a grammar of structured outputs, else 400 (%(default)s)",
+    )
     group.add_argument("--trace", type=Path, metavar="FILE", help="append one JSON line a frame")
     group.add_argument(
         "--async-scheduling",
@@ -278,6 +286,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         **{name: value for name, value in width_options(options).items() if value is not None},
         max_queue=options.max_queue,
         ready_timeout_s=options.ready_timeout,
+        grammar_timeout_s=options.grammar_timeout,
         trace=options.trace,
         async_scheduling=options.async_scheduling,
         policy=options.scheduler_policy,

@@ -78,6 +78,7 @@ class CallParser:
         self._text = ""  # not yet decided
         self._began = False  # something that is not whitespace was seen
         self._in_tag = False
+        self._gap = ""  # whitespace before the tag, not passed on: text only if there is no call
         self._arguments: _Arguments | None = None
         self._passed_on = False  # the present call's arguments went out as they came
         self.calls = 0
@@ -93,7 +94,7 @@ class CallParser:
         rest, self._text = self._text, ""
         if self._in_tag:
             if not self._passed_on:
-                pieces += self._whole(rest, OPEN + rest)
+                pieces += self._whole(rest, f"{self._gap}{OPEN}{rest}")
         elif self._holds_bare(rest):
             pieces += self._whole(rest, rest, known=True)
         elif rest and not (self.calls and rest.isspace()):
@@ -118,8 +119,10 @@ class CallParser:
         if index >= 0:
             said, self._text = self._text[:index], self._text[index + len(OPEN) :]
             self._in_tag, self._passed_on, self._arguments = True, False, None
-            if said.strip():
-                yield self._say(said.rstrip())
+            kept = said.rstrip()
+            self._gap = said[len(kept) :]
+            if kept:
+                yield self._say(kept)
             return
         held = next((n for n in range(len(OPEN) - 1, 0, -1) if self._text.endswith(OPEN[:n])), 0)
         said = self._text[: len(self._text) - held].rstrip()
@@ -153,7 +156,7 @@ class CallParser:
             body, self._text = self._text[:index], self._text[index + len(CLOSE) :]
             self._in_tag = False
             if not self._passed_on:
-                yield from self._whole(body, f"{OPEN}{body}{CLOSE}")
+                yield from self._whole(body, f"{self._gap}{OPEN}{body}{CLOSE}")
 
     def _begin(self, name: str) -> Piece:
         self.calls += 1

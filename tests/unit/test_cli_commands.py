@@ -68,6 +68,7 @@ def test_version_and_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--mtp-adaptive-verification-alpha", "0"], "must be finite and greater than zero, got 0.0"),
         (["serve", "--max-queue", "-1"], "max_queue must be an integer in"),
         (["serve", "--ready-timeout", "nan"], "ready_timeout_s must be a positive number"),
+        (["serve", "--grammar-timeout", "0"], "grammar_timeout_s must be a positive number"),
         (["serve", "--port", "99999999"], "--port must be in [0, 65535], got 99999999"),
         (["serve", "--api-key", ""], "--api-key must not be blank"),
         (["serve", "--api-key", "  "], "--api-key must not be blank"),
