@@ -91,9 +91,10 @@ class Faults:
         slot = int(frame.parts["slot"][row])
         self._world.hurt(slot)
         out["status"][row] = 1
+        if "num_tokens" in out and row != int(frame.parts.get("prefill_row", [-1])[0]):
+            out["committed_len"][row] -= out["num_tokens"][row]  # a prompt stays consumed
         for name in ("num_tokens", "offered", "accepted"):
             if name in out:
-                out["committed_len"][row] -= out[name][row] if name == "num_tokens" else 0
                 out[name][row] = 0
         if "token" in out:
             out["token"][row] = -1
