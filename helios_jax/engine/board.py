@@ -98,7 +98,6 @@ class Board:
 
     def wait(self) -> None:
         """Return when there is a command or the engine is to stop."""
-        self.rest()
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self._stopping)
 
