@@ -7,6 +7,7 @@ Report keys (times in ms, all plain JSON; null where nothing was observed):
     ttft_ms, gap_ms    p50, p90, p99, max: arrival to first visible output; between visible outputs
     output_tokens_per_s  tokens produced while requests still arrived, over that time
     goodput            share of the arrived requests that completed within both objectives
+    preemptions        how often a request gave up its pages to others
     programs           executions by kind
     padding_ratio      computed token rows that no request used, over all that were computed
     ledgers            timing_refresh, acceptance_learning: spent, ordinary, bound (ms)
@@ -142,6 +143,7 @@ def make_report(
         "gap_ms": percentiles(gaps_ms(requests)),
         "output_tokens_per_s": round(window_tokens / seconds, _DIGITS),
         "goodput": goodput(requests, objectives),
+        "preemptions": counters["requests_preempted"],
         "programs": counters["programs_by_kind"],
         "padding_ratio": round(padded / (padded + used), _DIGITS) if padded + used else 0.0,
         "ledgers": {"timing_refresh": _ledger(ledgers.refresh), "acceptance_learning": _ledger(ledgers.learning)},

@@ -18,7 +18,8 @@ from tests.unit.simulation_toy import acceptance_file, azure_file, profile_docum
 
 COMPONENTS = profile_document()["profiles"][0]["components"]
 KEYS = [
-    "policy", "requests", "ttft_ms", "gap_ms", "output_tokens_per_s", "goodput", "programs", "padding_ratio", "ledgers",
+    "policy", "requests", "ttft_ms", "gap_ms", "output_tokens_per_s", "goodput", "preemptions", "programs",
+    "padding_ratio", "ledgers",
 ]  # fmt: skip
 SMALL = ("--slots", "8", "--prefill-chunk", "512", "--seconds", "1", "--jobs", "1", "--kv-gib", "0.1")
 

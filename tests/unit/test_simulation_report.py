@@ -53,7 +53,7 @@ def test_keys_and_numbers_of_a_report() -> None:
     scheduler = Scheduler(simulation_catalog(4, 128), LIMITS)
     report = make_report("balanced", requests, scheduler, OBJECTIVES, 1234, 10.0)
     assert " ".join(report) == (
-        "policy requests ttft_ms gap_ms output_tokens_per_s goodput programs padding_ratio ledgers"
+        "policy requests ttft_ms gap_ms output_tokens_per_s goodput preemptions programs padding_ratio ledgers"
     )
     assert report["requests"] == {"arrived": 3, "completed": 2, "refused": 1}
     assert report["ttft_ms"] == {"p50": 100.0, "p90": 140.0, "p99": 149.0, "max": 150.0}
