@@ -98,6 +98,13 @@ def test_a_malformed_completion_stops_the_engine_and_everybody_is_answered(lie: 
     assert any(lived(seed, 200, tmp_path, lie=lie, **options).is_dead for seed in range(100, 104))
 
 
+def test_everybody_is_answered_whenever_the_engine_is_closed(tmp_path: Path) -> None:
+    worlds = [
+        lived(seed, 400, tmp_path, closes_ns=1_000_000 * 3**number) for number, seed in enumerate(range(400, 406))
+    ]
+    assert sum(world.seen["error: UnavailableError"] for world in worlds) > 5
+
+
 def test_a_seed_is_a_whole_history(tmp_path: Path) -> None:
     first, second = (lived(7, 300, tmp_path) for _ in range(2))
     assert state_digest(first.rig.engine.scheduler.state) == state_digest(second.rig.engine.scheduler.state)

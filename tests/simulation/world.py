@@ -93,6 +93,7 @@ class World:
         events: Changes of the scheduler's state after which nobody new arrives.
         lie: How one completion is malformed (`world_faults.LIES`), if one is: the engine must stop, and answer.
         dumps: Where a stopped engine may write.
+        closes_ns: When somebody closes the engine, whatever it is doing; 0 = nobody does.
         rates: Chances of faults that replace what the seed says.
         change: Options that replace what the seed says.
     """
@@ -104,6 +105,7 @@ class World:
         *,
         dumps: Path,
         lie: str = "",
+        closes_ns: int = 0,
         rates: dict[str, float] | None = None,
         **change: Any,
     ) -> None:
@@ -127,13 +129,22 @@ class World:
         self._checked: State | None = None
         self._lurking: list[Client] = []
         self._preempts = self.rng.choice([0.0, 0.0, 0.02])  # a step
+        self.is_closed = False
+        if closes_ns:
+            self.clock.after(closes_ns, self._close)
         self._watch()
 
     # ---- running
 
     @property
     def is_dead(self) -> bool:
-        return self.rig.engine.failure is not None
+        return self.is_closed or self.rig.engine.failure is not None
+
+    def _close(self) -> None:
+        """What `Engine.close` does, but for the thread that is not there."""
+        self.is_closed = True
+        self.rig.engine.board.refuse("the engine is closed")
+        self.rig.engine.board.stop()
 
     def run(self) -> World:
         """All of it, and the last checks.
