@@ -6,7 +6,7 @@
 The T x k (row, expert) pairs are sorted by expert and worked off in tiles of one expert's rows: a
 loop whose trip count is known only on the device, so experts that nobody chose cost nothing and no
 expert is padded to the largest. XLA's CPU lowers `lax.ragged_dot` to a product with every expert,
-60 to 400 times slower at 64 experts (docs/LOG.md); other backends have a grouped product of their own.
+20 to 400 times slower at 64 experts (docs/adr/0017); other backends have a grouped product of their own.
 
 Source: Shazeer et al. 2017 (arXiv 1701.06538); the published Qwen3 models. Axis letters: T rows, D model,
 F width of one expert, E experts.

@@ -16,6 +16,7 @@ from helios_jax.models.source import open_source
 from helios_jax.scheduler.catalog import ProgramShape
 from tests.golden.tiny import GREEDY_LEN, VOCAB, golden, tiny_checkpoint
 from tests.golden.tiny_hybrid import HYBRIDS
+from tests.unit.mixed_toy import WIDE, Joint
 from tests.unit.programs_toy import Chunk, Host
 from tests.unit.speculative_toy import LEARNED, NARROW, RAGGED, RECTANGLE, Offer, Rounds
 
@@ -173,3 +174,76 @@ def test_rounds_of_every_width_equal_transformers(family: str, learned: bool) ->
             check_state(host, family, slot, prompt + out, 96)
     assert all(count > 2 for count in seen.values())
     assert (depths > 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [FAST, "qwen3_moe"])
+def test_mixed_programs_equal_transformers(family: str) -> None:
+    """Prompts in chunks of any length, some at the start and some behind others, beside rounds of copies.
+
+    The prompt's slot then decodes with the others, so what its chunks left is read too.
+    """
+    stored, rng = golden(family), np.random.default_rng(8)
+    prompt, greedy = stored["prompt"].tolist(), stored["greedy"].tolist()
+    host = Joint(*loaded(family), slots=4, context=96)
+    outputs: dict[int, list[int]] = {slot: greedy[:slot] for slot in range(2)}
+    for slot in range(2):
+        outputs[slot].append(begin(host, slot, prompt + greedy[:slot]))
+    partial = 0
+    for number in range(12):
+        slot, begun = 2 + number % 2, int(rng.integers(0, 40))
+        known = prompt + greedy[:begun]
+        host.initialize(slot, len(known))
+        start = 0
+        while start < len(known):
+            stop = len(known) if rng.random() < 0.3 else int(rng.integers(start + 1, len(known) + 1))
+            chunk = Chunk(slot, known[start:stop], start, stop == len(known))
+            rows: list[Any] = [chunk, None]
+            for other in range(2):
+                if len(outputs[other]) > GREEDY_LEN - 8:
+                    outputs[other] = [begin(host, other, prompt)]
+                right, copy = int(rng.integers(4)), greedy[len(outputs[other]) :][:3]
+                copy = [token if i < right else (token + 1) % VOCAB for i, token in enumerate(copy)]
+                rows.append(Offer(other, int(rng.integers(1, 5)), copy, [0.9, 0.8, 0.7]))
+            rows = [rows[i] for i in rng.permutation(4)]
+            out = host.mixed(WIDE, rows)
+            for lane, row in enumerate(rows):
+                if isinstance(row, Offer):
+                    outputs[row.slot] += out["tokens"][lane, : out["num_tokens"][lane]].tolist()
+                    partial += int(0 < out["accepted"][lane] < out["offered"][lane])
+            start = stop
+        said = int(out["tokens"][rows.index(chunk), 0])
+        assert said == greedy[begun]
+        outputs[slot] = [*greedy[:begun], said]
+        for _ in range(2):
+            lanes = [0, 1, slot]
+            for which, token in zip(lanes, host.decode(lanes)["token"], strict=True):
+                outputs[which].append(int(token))
+    assert partial > 5
+    for slot, out_tokens in outputs.items():
+        assert out_tokens == greedy[: len(out_tokens)]
+        if recurrent_layers_of(host.model):
+            check_state(host, family, slot, prompt + out_tokens, 96)
+
+
+@pytest.mark.slow
+def test_a_thousand_tokens_after_partial_acceptance_and_empty_rounds() -> None:
+    """Rounds that accept two or more, each followed by one without proposals: plain decode's tokens to the end."""
+    prompt = golden(FAST)["prompt"].tolist()
+    greedy = greedy_run(FAST, tuple(prompt), 1008)
+    host = Rounds(*loaded(FAST), slots=3, context=1056)
+    output, rng, twice = [begin(host, 0, prompt, (7,))], np.random.default_rng(9), 0
+    while len(output) < 1000:
+        right = int(rng.integers(2, 4))
+        copy = greedy[len(output) :][:3]
+        copy = [token if i < right else (token + 1) % VOCAB for i, token in enumerate(copy)]
+        out = host.round(RECTANGLE, [Offer(0, 4, copy, [0.9, 0.8, 0.7])])
+        host.extend({0: output}, [Offer(0, 4)], out)
+        assert out["accepted"][0] == right
+        twice += right == 2
+        out = host.round(RECTANGLE, [None, Offer(0, 1)])
+        host.extend({0: output}, [None, Offer(0, 1)], out)
+        assert out["num_tokens"][1] == 1
+    assert output == greedy[: len(output)]
+    assert twice > 50
+    check_state(host, FAST, 0, prompt + output, 1056)
