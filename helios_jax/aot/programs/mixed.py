@@ -39,7 +39,6 @@ from helios_jax.aot.programs.speculative import (
     commit,
     describe_block,
     keep_context,
-    lane_width,
     make_proposals,
     packed_mask,
     report,
@@ -49,7 +48,7 @@ from helios_jax.aot.programs.tiling import chunk_rows, prefill_tiling, verify_ti
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.aot.programs.verification import Block, judge, pack_block
 from helios_jax.models.interface import Draft, Model
-from helios_jax.scheduler.catalog import ProgramShape, ProposalSource
+from helios_jax.scheduler.catalog import ProgramShape, ProposalSource, lane_width
 
 
 class Prompt(NamedTuple):

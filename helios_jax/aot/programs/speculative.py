@@ -41,12 +41,7 @@ from helios_jax.aot.programs.tiling import verify_tiling
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.aot.programs.verification import Block, Verdict, grid_index, judge, pack_block
 from helios_jax.models.interface import Draft, Model
-from helios_jax.scheduler.catalog import Allocation, ProgramShape, ProposalSource
-
-
-def lane_width(shape: ProgramShape) -> int:
-    """Most target rows of one lane, its pending token's included: min(D + 1, W)."""
-    return min(shape.proposal_depth + 1, shape.token_capacity)
+from helios_jax.scheduler.catalog import Allocation, ProgramShape, ProposalSource, lane_width
 
 
 def check_round(shape: ProgramShape, model: Model, draft: Draft | None) -> None:
