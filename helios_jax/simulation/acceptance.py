@@ -19,14 +19,14 @@ import dataclasses
 import math
 import os.path
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from helios_jax.errors import ConfigError
 from helios_jax.simulation.profiles import read_json
 
-MAX_RATE = 0.999  # a published 1.0 is a rounded one; the draw needs c < 1
+MAX_RATE = 0.999  # a published 1.0 is a rounded one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AcceptanceTable:
 
     Attributes:
         name: Its full name.
-        rates: Unconditional rate of each position, not increasing, in (0, 1).
+        rates: Unconditional rate of each position, not increasing, in [0, 1].
         method: Whose draft costs apply: eagle3, mtp or ngram.
     """
 
@@ -49,9 +49,21 @@ class AcceptanceTable:
         return len(self.rates)
 
     def conditional(self) -> np.ndarray:
-        """float64 [depth], probability of position d given that the ones before it were accepted."""
+        """float64 [depth], probability of position d given that the ones before it were accepted; 0 after a rate of 0.
+
+        Published tables have no rate of exactly 0 or 1 (`_sound`), synthetic ones may.
+        """
         rates = np.array(self.rates)
-        return np.minimum(MAX_RATE, rates / np.concatenate([[1.0], rates[:-1]]))
+        before = np.concatenate([[1.0], rates[:-1]])
+        ratio = np.divide(rates, before, out=np.zeros(len(rates)), where=before > 0.0)
+        return np.where(rates == 1.0, 1.0, np.minimum(MAX_RATE, ratio))
+
+
+class Sampler(Protocol):
+    """Who decides about proposals."""
+
+    def draw(self, requests: np.ndarray, positions: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `AcceptanceSampler.draw`."""
 
 
 class AcceptanceSampler:
@@ -65,7 +77,8 @@ class AcceptanceSampler:
     def __init__(self, table: AcceptanceTable, seed: int = 0) -> None:
         self.table = table
         conditional = table.conditional()
-        self._exponent = (1.0 - conditional) / conditional
+        with np.errstate(divide="ignore"):
+            self._exponent = (1.0 - conditional) / conditional  # infinite at 0: the confidence is 0
         self._key = np.uint64((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) % 2**64)
 
     def draw(self, requests: np.ndarray, positions: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
@@ -85,6 +98,12 @@ class AcceptanceSampler:
         exponent = self._exponent[np.minimum(np.arange(depth), self.table.depth - 1)]
         confidence = _unit(bits) ** exponent
         return confidence, _unit(_mix(bits + np.uint64(0x2545F4914F6CDD1D))) < confidence
+
+
+def uniform(requests: np.ndarray, positions: np.ndarray, seed: int) -> np.ndarray:
+    """float64 [n] in (0, 1), a hash of its arguments."""
+    key = np.uint64((seed * 0x9E3779B97F4A7C15 + 0xA0761D6478BD642F) % 2**64)
+    return _unit(_mix(_mix(requests.astype(np.uint64) ^ key) + positions.astype(np.uint64)))
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:

@@ -8,8 +8,8 @@ an independent check of the scheduler. The life of a frame:
 2. Its start is the submission, or the end of the frame before it; then it was queued.
 3. The completion carries its records and sidecars; the driver delivers it at `at_ns`.
 
-Speculative lanes accept a prefix of their proposals: all of them without an
-`AcceptanceSampler`, else by its draws. A program that allocates its own target rows admits the
+Speculative lanes accept a prefix of their proposals: all of them without a
+`Sampler`, else by its draws. A program that allocates its own target rows admits the
 causal frontier with the largest joint confidence until P rows are used (specification,
 "Speculative graph coverage").
 """
@@ -32,7 +32,7 @@ from helios_jax.scheduler.types import (
     RequestSpec,
     ScheduledPlan,
 )
-from helios_jax.simulation.acceptance import AcceptanceSampler
+from helios_jax.simulation.acceptance import Sampler
 from helios_jax.simulation.books import Books
 from helios_jax.simulation.profiles import Work
 
@@ -107,7 +107,7 @@ class FakeDevice:
 
     def __init__(
         self, duration_of: DurationOf, page_size: int, *, jitter: float = 0.0, host_ns: int = 200_000,
-        vocab_size: int = 1000, seed: int = 0, slots: int = 64, sampler: AcceptanceSampler | None = None,
+        vocab_size: int = 1000, seed: int = 0, slots: int = 64, sampler: Sampler | None = None,
         survival: bool = False, check_pages: bool = True,
     ) -> None:  # fmt: skip
         self._duration_of, self._jitter = duration_of, jitter

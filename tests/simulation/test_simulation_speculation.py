@@ -1,0 +1,50 @@
+"""Adaptive speculation never loses: output tokens a second beside "off" and every fixed width, in virtual time.
+
+The measured loads, and what discovery costs in the first seconds, are in docs/LOG.md; rates here are of
+short runs, after a warm-up of a quarter of each. Everything is deterministic.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from benchmarks.speculation_sim import CASES, Case, cases, compare, ratios
+from helios_jax.simulation.profiles import CostProfile, load_profile
+from tests.unit.simulation_toy import shared_data
+
+H100, A100 = "llama3.1-8b.h100-sxm.bf16.tp1", "llama3.1-8b.a100-sxm.bf16.tp1"
+LEAST = 0.97
+
+
+@functools.cache
+def profile(name: str) -> CostProfile:
+    return load_profile(shared_data("cost_profiles/step_costs.json"), name)
+
+
+@functools.cache
+def case(name: str) -> Case:
+    known = cases(str(shared_data("acceptance.json")))
+    assert tuple(known) == CASES
+    return known[name]
+
+
+def adaptive_over_best(gpu: str, name: str, streams: int, seconds: float) -> float:
+    return ratios(compare(case(name), profile(gpu), streams, seconds))[0]
+
+
+def test_adaptive_makes_as_much_as_the_best_choice_in_hindsight() -> None:
+    assert adaptive_over_best(H100, "published", 4, 2.0) >= LEAST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_eight_streams_of_every_acceptance(name: str) -> None:
+    assert adaptive_over_best(H100, name, 8, 4.0) >= LEAST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "streams"), [("all", 1), ("none", 64), ("copies", 64), ("mixed", 32)])
+def test_one_stream_and_many(name: str, streams: int) -> None:
+    assert adaptive_over_best(A100, name, streams, 6.0) >= LEAST
