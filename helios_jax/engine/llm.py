@@ -225,7 +225,8 @@ class LLM:
 
         Args:
             messages: Mappings with "role" and "content"; or a list of such lists.
-            tools, template_options: Given to the template.
+            tools: OpenAI's descriptions; told in the system message where the template does not render tools.
+            template_options: Given to the template.
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools} | template_options
@@ -235,7 +236,11 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> dict[str, Any]:
         """The prompt that `chat` makes of a conversation: its token ids and text."""
         from helios_jax.text.template import encode_chat, render_chat
+        from helios_jax.text.tools import adapt
 
+        if template_options.get("tools"):
+            messages, tools = adapt(self.tokenizer, messages, template_options["tools"])
+            template_options |= {"tools": tools}
         return {
             "prompt_token_ids": encode_chat(self.tokenizer, messages, **template_options),
             "prompt": render_chat(self.tokenizer, messages, **template_options),
