@@ -35,6 +35,7 @@ class Dims:
         num_pages: Pages in the pool including scratch page 0.
         page_size: Tokens a page.
         vocab_size: V.
+        state_rows: Rows for snapshots of complete state, numbered from 1; row 0 is scratch. 0 = none at all.
     """
 
     slots: int
@@ -42,6 +43,7 @@ class Dims:
     num_pages: int
     page_size: int
     vocab_size: int
+    state_rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,8 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
       the prompt row's index, -1 without one; `start` [1] the position of its first token, `sample` [1] 1 if
       the chunk ends the prompt, `tokens` [F] its tokens from index 0 on, F the prefill capacity.
       `calibration`, `proposal` and `confidence` as in a round; the prompt row has no proposals.
+    snapshot, restore: `slot`, `row` [B] state row (0 = inactive), `page` [B] of the pool that is copied out of, or
+      into; 0 = none.
     """
     b, t = shape.batch_capacity, shape.token_capacity
     table: dict[str, tuple[int, ...]] = {"page_table": (b, dims.pages_per_slot)}
@@ -161,6 +165,8 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
             one: dict[str, tuple[int, ...]] = dict.fromkeys(("prefill_row", "start", "sample"), (1,)) | _flags()
             prompt: dict[str, tuple[int, ...]] = {"tokens": (shape.prefill_capacity,)}
             return _layout({"slot": (b,), "query_len": (b,)} | one | table | proposal | prompt, confidence)
+        case ProgramKind.SNAPSHOT | ProgramKind.RESTORE:
+            return _layout(dict.fromkeys(("slot", "row", "page"), (b,)), {})
         case _:
             raise ValueError(f"program kind {shape.kind} has no control layout")
 
@@ -173,7 +179,7 @@ def mask_shape(shape: ProgramShape, dims: Dims) -> tuple[int, int] | None:
     being its pending token; their prompt row has its mask at j = 0. An active row that may sample nothing
     has status 2; behind a proposal it ends the lane's chain there, as if that proposal had not been made.
     """
-    if shape.kind is ProgramKind.INITIALIZE:
+    if shape.kind in (ProgramKind.INITIALIZE, ProgramKind.SNAPSHOT, ProgramKind.RESTORE):
         return None
     rounds = shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED)
     rows = shape.batch_capacity * (shape.token_capacity if rounds else 1)
@@ -207,11 +213,15 @@ def completion_layout(shape: ProgramShape, dims: Dims) -> Layout:
     penalties and temperature, as in vLLM's default. Scored prefill adds `target_logprob`,
     `target_rank` [T] and `target_top_ids` / `target_top_logprobs` [T, TOP_LOGPROBS].
 
+    Snapshot and restore: `slot`, `row` as they were done, `committed_len` [B] the tokens that the state is of.
+
     Speculative and mixed: see `_round_completion`.
     """
     b, t, n = shape.batch_capacity, shape.token_capacity, TOP_LOGPROBS
     if shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED):
         return _round_completion(shape, dims)
+    if shape.kind in (ProgramKind.SNAPSHOT, ProgramKind.RESTORE):
+        return _layout(dict.fromkeys(("slot", "row", "committed_len"), (b,)), {})
     if shape.kind is ProgramKind.INITIALIZE:
         return _layout({"slot": (b,)}, {})
     ints: dict[str, tuple[int, ...]] = {

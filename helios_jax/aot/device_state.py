@@ -14,6 +14,7 @@ converts a whole bfloat16 pool through float32; a bitcast costs nothing on any b
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -25,6 +26,26 @@ from helios_jax.models.interface import Draft, Model, MtpHeads, RecurrentSpec, r
 
 LayerPages = tuple[jax.Array, jax.Array]
 RecurrentTable = tuple[jax.Array, jax.Array]
+
+
+@flax.struct.dataclass
+class SavedRows:
+    """Complete states that were set aside: row 0 is scratch, rows 1 .. R hold one each. See `programs/state_copies.py`.
+
+    Attributes:
+        kv, draft_kv: As the state's, one page a row: [R+1, page_size, K, H].
+        recurrent, mtp_hidden: As the state's, with state rows instead of slots.
+        committed_len, previous_token: [R+1] int32.
+        seen: [R+1, V] bool, the token occurs among the committed ones.
+    """
+
+    kv: tuple[LayerPages, ...]
+    draft_kv: tuple[LayerPages, ...]
+    recurrent: tuple[RecurrentTable, ...]
+    mtp_hidden: tuple[jax.Array, ...]
+    committed_len: jax.Array
+    previous_token: jax.Array
+    seen: jax.Array
 
 
 @flax.struct.dataclass
@@ -53,6 +74,7 @@ class DeviceState:
         recurrent: A recurrent layer of the target: (rows before its convolution [S+1, kernel - 1, channels]
             in the storage dtype, matrices [S+1, key heads, value heads a key head, key_dim, value_dim]
             float32), after the slot's committed tokens; empty for models without such layers.
+        saved: One `SavedRows` in a core with state rows; else empty.
     """
 
     kv: tuple[LayerPages, ...]
@@ -75,12 +97,52 @@ class DeviceState:
     draft_kv: tuple[LayerPages, ...] = ()
     mtp_hidden: tuple[jax.Array, ...] = ()
     recurrent: tuple[RecurrentTable, ...] = ()
+    saved: tuple[SavedRows, ...] = ()
 
 
 def storage_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Dtype of the pool's arrays for values of `dtype`: 16-bit values are kept as uint16."""
     wide = jnp.dtype(dtype)
     return jnp.dtype(jnp.uint16) if wide.itemsize == 2 else wide
+
+
+def _rows(count: int, kind: jax.typing.DTypeLike, *extent: int) -> Any:
+    """`count` rows and a scratch row."""
+    return jax.ShapeDtypeStruct((count + 1, *extent), jnp.dtype(kind))
+
+
+def _pools(of: Draft | None, dims: Dims, dtype: jax.typing.DTypeLike, pages: int) -> Any:
+    extents = [(spec.num_kv_heads, spec.head_dim) for spec in of.attention_layers] if of is not None else []
+    shapes = [(pages, dims.page_size, heads, dim) for heads, dim in extents]
+    return tuple((jax.ShapeDtypeStruct(shape, storage_dtype(dtype)),) * 2 for shape in shapes)
+
+
+def _recurrent(model: Model, dtype: jax.typing.DTypeLike, count: int) -> Any:
+    def table(spec: RecurrentSpec) -> Any:
+        groups = spec.num_value_heads // spec.num_key_heads
+        matrix = _rows(count, jnp.float32, spec.num_key_heads, groups, spec.key_dim, spec.value_dim)
+        return _rows(count, storage_dtype(dtype), spec.kernel - 1, spec.channels), matrix
+
+    return tuple(table(spec) for spec in recurrent_layers_of(model))
+
+
+def _hidden(draft: Draft | None, dtype: jax.typing.DTypeLike, count: int) -> Any:
+    return (_rows(count, dtype, draft.hidden_size),) if isinstance(draft, MtpHeads) else ()
+
+
+def _saved(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft: Draft | None) -> Any:
+    count = dims.state_rows
+    return (
+        SavedRows(
+            kv=_pools(model, dims, dtype, count + 1),
+            draft_kv=_pools(draft, dims, dtype, count + 1),
+            recurrent=_recurrent(model, dtype, count),
+            mtp_hidden=_hidden(draft, dtype, count),
+            committed_len=_rows(count, jnp.int32),
+            previous_token=_rows(count, jnp.int32),
+            seen=_rows(count, jnp.bool_, dims.vocab_size),
+        ),
+    )
 
 
 def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft: Draft | None = None) -> DeviceState:
@@ -91,24 +153,13 @@ def abstract_state(model: Model, dims: Dims, dtype: jax.typing.DTypeLike, draft:
         draft: The draft model, or heads, of a core that has them.
     """
 
-    def pools(of: Draft | None) -> Any:
-        extents = [(spec.num_kv_heads, spec.head_dim) for spec in of.attention_layers] if of is not None else []
-        shapes = [(dims.num_pages, dims.page_size, heads, dim) for heads, dim in extents]
-        return tuple((jax.ShapeDtypeStruct(shape, storage_dtype(dtype)),) * 2 for shape in shapes)
-
-    def row(kind: jax.typing.DTypeLike, *extent: int) -> Any:
-        return jax.ShapeDtypeStruct((dims.slots + 1, *extent), jnp.dtype(kind))
-
-    def table(spec: RecurrentSpec) -> Any:
-        groups = spec.num_value_heads // spec.num_key_heads
-        matrix = row(jnp.float32, spec.num_key_heads, groups, spec.key_dim, spec.value_dim)
-        return row(storage_dtype(dtype), spec.kernel - 1, spec.channels), matrix
-
+    row = functools.partial(_rows, dims.slots)
     return DeviceState(
-        kv=pools(model),
-        recurrent=tuple(table(spec) for spec in recurrent_layers_of(model)),
-        draft_kv=pools(draft),
-        mtp_hidden=(row(dtype, draft.hidden_size),) if isinstance(draft, MtpHeads) else (),
+        kv=_pools(model, dims, dtype, dims.num_pages),
+        recurrent=_recurrent(model, dtype, dims.slots),
+        draft_kv=_pools(draft, dims, dtype, dims.num_pages),
+        mtp_hidden=_hidden(draft, dtype, dims.slots),
+        saved=_saved(model, dims, dtype, draft) if dims.state_rows else (),
         pending_token=row(jnp.int32),
         previous_token=row(jnp.int32),
         committed_len=row(jnp.int32),

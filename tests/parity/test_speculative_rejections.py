@@ -17,7 +17,7 @@ import pytest
 from helios_jax.models.params import leaves, tree_of
 from helios_jax.scheduler.catalog import Allocation, ProgramKind, ProgramShape, ProposalSource
 from tests.parity.test_speculative_mtp import PROMPT, agreeing, loaded
-from tests.unit.programs_toy import VOCAB, Chunk, prompt_of, toy_params
+from tests.unit.programs_toy import TABLES, VOCAB, Chunk, prompt_of, toy_params
 from tests.unit.speculative_toy import Offer, Rounds, toy_rounds
 
 ROUNDS, SLOT, CONTEXT = 200, 1, 240
@@ -107,7 +107,7 @@ def test_rejected_proposals_leave_nothing(source: str, width: int, rows: int, al
     for kept, same in zip(host.state.mtp_hidden, quiet.state.mtp_hidden, strict=True):
         np.testing.assert_array_equal(kept[SLOT], same[SLOT])
     for name in host.state.__dataclass_fields__:
-        if name not in ("kv", "draft_kv", "mtp_hidden", "recurrent"):
+        if name not in TABLES:
             left, right = (np.array(getattr(h.state, name))[SLOT] for h in (host, decoder))
             np.testing.assert_array_equal(left, right, err_msg=name)
     assert vocab == VOCAB or source == "mtp"

@@ -21,6 +21,7 @@ from helios_jax.aot.programs import build_program
 from helios_jax.models.interface import AttentionSpec
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
 
+TABLES = ("kv", "draft_kv", "mtp_hidden", "recurrent", "saved")  # of the state: no single array with a row a slot
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW = 24, 4, 2, 8, 61, 7
 
 

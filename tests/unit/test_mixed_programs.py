@@ -12,13 +12,12 @@ from helios_jax.aot.abi import mask_shape
 from helios_jax.aot.programs import build_program
 from helios_jax.scheduler.catalog import ProgramShape, ProposalSource
 from tests.unit.mixed_toy import PLAIN, WIDE, Joint, Row, mixed_shape
-from tests.unit.programs_toy import VOCAB, Chunk, Toy, prompt_of, reference_logits
+from tests.unit.programs_toy import TABLES, VOCAB, Chunk, Toy, prompt_of, reference_logits
 from tests.unit.speculative_toy import Offer
 from tests.unit.test_speculative_rounds import SETTINGS, begin, drafts_of
 
 NAMES, LONGEST = list(SETTINGS), 48  # tokens of an output before its slot begins again
 PROMPTED = 4  # the slot of the prompts
-TABLES = ("kv", "draft_kv", "mtp_hidden", "recurrent")
 
 
 @pytest.fixture(scope="module")

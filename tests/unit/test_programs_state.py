@@ -11,7 +11,7 @@ import pytest
 from helios_jax.aot.abi import Dims
 from helios_jax.aot.programs import build_program
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
-from tests.unit.programs_toy import VOCAB, Chunk, Host, Toy, prompt_of, reference_logits
+from tests.unit.programs_toy import TABLES, VOCAB, Chunk, Host, Toy, prompt_of, reference_logits
 
 SETTINGS: dict[str, Any] = {
     "temperature": 0.9,
@@ -25,9 +25,7 @@ SETTINGS: dict[str, Any] = {
 
 def tables(host: Host) -> dict[str, np.ndarray]:
     """The slot table as numpy copies."""
-    names = [
-        name for name in host.state.__dataclass_fields__ if name not in ("kv", "draft_kv", "mtp_hidden", "recurrent")
-    ]
+    names = [name for name in host.state.__dataclass_fields__ if name not in TABLES]
     return {name: np.array(getattr(host.state, name)) for name in names}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSource
-from tests.unit.programs_toy import VOCAB, Chunk, prompt_of, reference_greedy, reference_logits, toy_params
+from tests.unit.programs_toy import TABLES, VOCAB, Chunk, prompt_of, reference_greedy, reference_logits, toy_params
 from tests.unit.speculative_toy import (
     LEARNED,
     NARROW,
@@ -120,7 +120,7 @@ def test_200_rejections_leave_plain_decode_s_state() -> None:
         np.testing.assert_array_equal(mine, same)  # bit for bit: the same program without proposals
         np.testing.assert_allclose(mine, other, atol=2e-5)  # decode's products have one row, and other rounding
     for name in host.state.__dataclass_fields__:
-        if name not in ("kv", "draft_kv", "mtp_hidden", "recurrent"):
+        if name not in TABLES:
             left, right = (np.array(getattr(h.state, name))[:5] for h in (host, decoded))
             np.testing.assert_array_equal(left, right, err_msg=name)
 
@@ -239,9 +239,7 @@ def test_inactive_lanes_mutate_nothing_real() -> None:
     host = toy_rounds()
     for slot in range(3):
         begin(host, slot, prompt_of(20, slot))
-    names = [
-        name for name in host.state.__dataclass_fields__ if name not in ("kv", "draft_kv", "mtp_hidden", "recurrent")
-    ]
+    names = [name for name in host.state.__dataclass_fields__ if name not in TABLES]
     before = {name: np.array(getattr(host.state, name)) for name in names}
     pools = [np.array(p) for p in jax.tree.leaves((host.state.kv, host.state.draft_kv))]
     host.round(LEARNED, [None, Offer(1, 0), None])

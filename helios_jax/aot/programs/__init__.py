@@ -15,6 +15,7 @@ from helios_jax.aot.programs.initialize import build_initialize
 from helios_jax.aot.programs.mixed import build_mixed
 from helios_jax.aot.programs.prefill import build_prefill
 from helios_jax.aot.programs.speculative import build_speculative
+from helios_jax.aot.programs.state_copies import build_state_copies
 from helios_jax.aot.programs.types import Program
 from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
@@ -44,7 +45,7 @@ def build_program(shape: ProgramShape, model: Model, dims: Dims, dtype: str, dra
             return build_speculative(shape, model, dims, draft)
         case ProgramKind.MIXED:
             return build_mixed(shape, model, dims, draft)
+        case ProgramKind.SNAPSHOT | ProgramKind.RESTORE:
+            return build_state_copies(shape, dims)
         case kind:
-            raise ValueError(
-                f"there is no program of kind {kind}; this version has initialize, prefill, decode, speculative, mixed"
-            )
+            raise ValueError(f"there is no program of kind {kind} in this version")
