@@ -46,7 +46,8 @@ class Shared:
 
     def __init__(self, core: PreparedCore, draft_tokens: int | None) -> None:
         self._core = core
-        self.catalog = Catalog(reduced(core.catalog, method="copy", draft_tokens=draft_tokens, token_capacity=None))
+        shapes = reduced(core.catalog, method="copy", draft_tokens=draft_tokens, token_capacity=None, mixed=True)
+        self.catalog = Catalog(shapes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
@@ -130,16 +131,13 @@ def measure(llms: dict[str, LLM], prompts: Sequence[list[int]], args: argparse.N
 def report(kind: str, streams: int, turns: Sequence[dict[str, Turn]]) -> Iterator[str]:
     """The rows of one workload."""
     others = [name for name in turns[0] if name != "adaptive"]
-    for name in turns[0]:
+    for name in sorted(turns[0], key=lambda n: (n == "adaptive", n != "off", n)):
         rows = [turn[name] for turn in turns]
         ratios = []
         for clock in ("wall", "cpu"):
             ratios.append(_median(getattr(turn[name], clock) / getattr(turn["off"], clock) for turn in turns))
-        speed, emitted, lanes = (
-            _median(one.wall for one in rows),
-            sum(r.emitted for r in rows),
-            sum(r.lanes for r in rows),
-        )
+        speed = _median(one.wall for one in rows)
+        emitted, lanes = sum(one.emitted for one in rows), sum(one.lanes for one in rows)
         best = ""
         if name == "adaptive":
             # The best mode of all turns together: the best of each turn would be picked by its noise.
@@ -175,7 +173,7 @@ def main() -> None:
         max_slots=max(args.streams), max_context=CONTEXT, dtype="float32", prefill_chunk=256, spec_method="copy"
     )
     head = "| prompts, streams | mode | tokens/s | x off | by CPU time | tokens a lane | adaptive / best other |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    print(f"{head}\n|---|---|---|---|---|---|---|")
     with prepare(args.model, options, args.core, lambda *a: print(*a, file=sys.stderr)) as core:
         llms = modes(core)
         found = {"summaries": list(summaries(args.questions, llms["off"])), "edits": list(edits(llms["off"]))}
@@ -184,9 +182,8 @@ def main() -> None:
             for streams in args.streams:
                 print(f"{kind}, {streams} streams", file=sys.stderr)
                 turns = measure(llms, found[kind][:streams], args)
-                lines += report(kind, streams, turns)
+                print("\n".join(report(kind, streams, turns)), flush=True)
                 unequal += differing(turns)
-        print("\n".join(lines))
         print(
             f"\noutputs that differ from those of off: {unequal}; compiles after ready: {core.compiles_after_ready()}"
         )

@@ -87,11 +87,16 @@ class Sweep:
             self._step()
             for slot, run in list(self.running.items()):
                 over = len(run.said) == self.length
-                cancel = not over and self.rng.random() < CANCEL and run.task.name not in self.cancelled
+                cancel = not over and run.task.name not in self.cancelled and self._is_cancelled(run)
                 if over or cancel:
                     self.lanes.leave(slot)
                     del self.running[slot]
                     yield self._ended(slot, run, cancel)
+
+    def _is_cancelled(self, run: _Run) -> bool:
+        """At random; the first request that gets half way is, so that every sweep has one."""
+        first = not self.cancelled and 2 * len(run.said) > self.length
+        return first or self.rng.random() < CANCEL
 
     def _join(self) -> None:
         for slot in range(self.lanes.dims.slots):

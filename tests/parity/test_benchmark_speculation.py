@@ -1,0 +1,29 @@
+"""The benchmark of copies by width does what it says: equal outputs in every mode, by rounds of that width."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.speculation import differing, measure, modes, report
+from helios_jax.aot.core import load_core
+
+PROMPTS = [[5, 9, 17, 33, 5, 9, 17, 33, 5, 9], [40, 41, 42, 40, 41, 42, 40]]
+
+
+def test_every_mode_says_the_same_by_its_own_rounds(tiny_copy_core_dir: Path) -> None:
+    with load_core(tiny_copy_core_dir) as core:
+        llms = modes(core)
+        turns = measure(llms, PROMPTS, argparse.Namespace(rounds=2, tokens=24))
+        rows = list(report("prompts", 2, turns))
+        played = {name: {width for _, width in llm.stats().rounds} for name, llm in llms.items()}
+        for llm in llms.values():
+            llm.close()
+        assert core.compiles_after_ready() == 0
+    assert len(turns) == 2
+    assert differing(turns) == 0
+    assert [row.split(" | ")[1] for row in rows] == ["off", "fixed 2", "fixed 4", "adaptive"]
+    assert " of " in rows[-1]
+    assert played["off"] == set()
+    assert max(played["fixed 2"]) == 2
+    assert max(played["fixed 4"]) == 4
