@@ -67,6 +67,8 @@ def mixed_candidates(decision: Decision, wanted: np.ndarray | None = None, least
     prompt_slot = np.where(with_prompt, prompt, -1)
     keep = work.any(axis=1) & _undominated(decision, kind, work, prompt_slot, taken > 0)
     keep &= ~redundant_mixed(decision, kind, work, prompt_slot)
+    if not keep.any():
+        return None
     kind, work = kind[keep], work[keep]
     return single_stage(kind, work, totals[keep], duration[keep], unused_rows(programs, kind, work), prompt_slot[keep])
 

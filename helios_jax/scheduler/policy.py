@@ -92,8 +92,8 @@ def _select(state: State) -> ScheduledPlan | None:
     """The winner of all candidates, whatever it needs."""
     decision, refreshing = new_decision(state), _may_refresh(state)
     candidates = _all_candidates(decision, winner_only=not refreshing)
-    if candidates is None:
-        return None
+    if candidates is None or not len(candidates.first):
+        return None  # every stream may be out of pages until an outstanding frame gives some back
     rates = scores(candidates, decision.values.waiting)
     known, reason = candidates.known, SelectionReason.ORDINARY
     winner = _best(decision, candidates, rates, known if known.all() else ~known)

@@ -12,6 +12,8 @@ import pytest
 
 from helios_jax.errors import CapacityError, RequestError, StalePlanError
 from helios_jax.scheduler import (
+    Catalog,
+    ProgramShape,
     RequestHandle,
     RequestSpec,
     Scheduler,
@@ -21,17 +23,19 @@ from helios_jax.scheduler import (
     cancel,
     check_invariants,
     commit,
+    new_state,
     plan_next,
     preempt,
     resumed,
     state_digest,
     victim,
 )
+from helios_jax.scheduler.catalog import mixed_shapes
 from helios_jax.scheduler.preemption import work_lost
 from helios_jax.scheduler.reservation import MAX_PREEMPTIONS, headroom, page_room, promised_pages, spare_pages
 from helios_jax.scheduler.state import EXTERNAL, FREE, TERMINAL
 from tests.unit.every_kind_toy import every_kind_state, healthy, in_phase, run_until
-from tests.unit.scheduler_toy import admitted, measured, request, small_limits, small_state, step
+from tests.unit.scheduler_toy import admitted, measured, request, small_catalog, small_limits, small_state, step
 
 MS = 1_000_000
 
@@ -248,17 +252,23 @@ def test_the_window_drains_before_anybody_gives_way() -> None:
     assert victim(state) == young
 
 
-def test_a_frame_that_certainly_ends_a_request_brings_its_pages() -> None:
+@pytest.mark.parametrize("mixed", [(), mixed_shapes(max_slots=4, buckets=(64,))])
+def test_a_frame_that_certainly_ends_a_request_brings_its_pages(mixed: tuple[ProgramShape, ...]) -> None:
     """O6: the first has one token to go, which is in flight: nobody gives way, and nothing has to drain."""
-    state, (_, young) = admitted(small_state(pages=6), request(5, 7), request(5, 15))
+    state = new_state(Catalog((*small_catalog(), *mixed)), small_limits(pages=6))
+    state, (_, young) = admitted(state, request(5, 7), request(5, 15))
     state = measured(state, lambda shape: MS)
     while state.requests.output_len[0] < 6:
         state, _, _ = step(state)
-    state = _written_to_the_brim(state, young.slot)
+    requests = state.requests.draft()
+    requests.reserved_pages[young.slot] += spare_pages(state)
+    state = _written_to_the_brim(dataclasses.replace(state, requests=requests.sealed()), young.slot)
     plan = plan_next(state)
     assert plan is not None
     assert [lane.handle.slot for lane in plan.lanes] == [0]
-    assert victim(commit(state, plan, state.last_fence + 1)) is None
+    in_flight = commit(state, plan, state.last_fence + 1)
+    assert victim(in_flight) is None
+    assert plan_next(in_flight) is None  # one is over behind that frame, the other one has no page yet
     state, _, _ = step(state)
     assert state.requests.phase[0] == FREE
     assert victim(state) is None
