@@ -132,17 +132,19 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--core", type=Path, default=Path("calibration-core"), help="made where it is missing")
+    parser.add_argument(
+        "--core", type=Path, default=Path("calibration-core"), help="made where it is missing, used as it is elsewhere"
+    )
     args = parser.parse_args()
     source = {"spec_method": "draft", "draft_model": args.draft} if args.draft else {"spec_method": "copy"}
-    options = CoreOptions(max_slots=args.slots, max_context=CONTEXT, prefill_chunk=CHUNK, **source)
-    with prepare(args.model, options, args.core, lambda *a: print(*a, file=sys.stderr)) as core:
-        llm = LLM.from_core(core)
+    if not args.core.exists():
+        options = CoreOptions(max_slots=args.slots, max_context=CONTEXT, prefill_chunk=CHUNK, **source)
+        prepare(args.model, options, args.core, lambda *a: print(*a, file=sys.stderr)).close()
+    with LLM(core=args.core, progress=False) as llm:
         recording = record(llm._assembly.engine._drafting)
-        prompts = questions(args.questions, llm, args.prompts, CONTEXT - args.tokens - 1)
+        prompts = questions(args.questions, llm, args.prompts, llm.max_context - args.tokens - 1)
         print(f"{len(prompts)} prompts of {sum(map(len, prompts))} tokens", file=sys.stderr, flush=True)
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=args.tokens), use_tqdm=False)
-        llm.close()
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=args.tokens))
     print("\n".join(table(recording)))
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.speculation_sim --costs FILE --acceptance FILE [--profiles ID ...] [--cases NAME ...]
         [--streams 1 8 64] [--outputs 128 384] [--policy balanced] [--frames 2] [--seconds 60]
+        [--rectangular]
 
 Rows are Markdown. Rates are output tokens a second after the warm-up; `ratio` is adaptive over the better of "off" and
 every fixed width, after the warm-up and (`whole run`) with discovery and learning from the first token on. Programs are
@@ -76,7 +77,7 @@ def cases(acceptance: str) -> Mapping[str, Case]:
     }
 
 
-def core_catalog(method: str, depth: int, only: int | None = None) -> Catalog:
+def core_catalog(method: str, depth: int, only: int | None = None, *, rectangular: bool = False) -> Catalog:
     """Programs of a core with 64 slots.
 
     Without a draft context plain decode is width one; with one, width-one rounds keep it.
@@ -84,12 +85,15 @@ def core_catalog(method: str, depth: int, only: int | None = None) -> Catalog:
     Args:
         depth: D.
         only: Rounds of this width and of width one; None = all.
+        rectangular: Leave out the ragged rounds, which host or device allocate.
     """
     kind, rows = ProgramKind, powers_of_two(SLOTS)
     rounds = round_shapes(
         method=method, max_slots=SLOTS, draft_tokens=depth, token_capacity=default_rows(SLOTS, depth)
     )  # fmt: skip
     shapes = [shape for shape in rounds if only is None or not shape.proposal_depth or shape.token_capacity == only]
+    if rectangular:
+        shapes = [shape for shape in shapes if shape.packed_capacity == shape.batch_capacity * shape.token_capacity]
     shapes += [ProgramShape(kind.INITIALIZE, b, 0) for b in (1, SLOTS)]
     shapes += [ProgramShape(kind.PREFILL, b, tokens) for b, tokens in PROMPTS]
     if method == "copy":
@@ -102,15 +106,17 @@ def seconds_of(streams: int) -> float:
     return max(8.0, 24.0 / streams)
 
 
-def compare(case: Case, profile: CostProfile, streams: int, seconds: float, **others: object) -> dict[str, Yield]:
-    """Yields of `off`, of each width and of `adaptive`."""
+def compare(
+    case: Case, profile: CostProfile, streams: int, seconds: float, *, rectangular: bool = False, **others: object
+) -> dict[str, Yield]:
+    """Yields of `off`, of each width and of `adaptive`, by name."""
     depth = DEFAULT_DRAFT_TOKENS[case.method]
 
     def run(mode: str, only: int | None) -> Yield:
         return run_streams(
             Streams(
-                profile=profile, catalog=core_catalog(case.method, depth, only), mode=mode, streams=streams,
-                seconds=seconds, warm_seconds=WARM_SHARE * seconds, method=case.cost, **others,  # type: ignore[arg-type]
+                profile=profile, catalog=core_catalog(case.method, depth, only, rectangular=rectangular), mode=mode,
+                streams=streams, seconds=seconds, warm_seconds=WARM_SHARE * seconds, method=case.cost, **others,  # type: ignore[arg-type]
             ),
             case.drafter,
         )  # fmt: skip
@@ -137,6 +143,7 @@ def main() -> None:
     own.add_argument("--outputs", type=int, nargs=2, default=[128, 384])
     own.add_argument("--policy", default="balanced")
     own.add_argument("--frames", type=int, default=2)
+    own.add_argument("--rectangular", action="store_true", help="cores without ragged rounds")
     own.add_argument("--seconds", type=float, help="of every run; without it, by the number of streams")
     options = own.parse_args()
     known = cases(options.acceptance)
@@ -149,7 +156,7 @@ def main() -> None:
                 seconds = options.seconds or seconds_of(streams)
                 found = compare(
                     known[name], profile, streams, seconds, outputs=tuple(options.outputs), policy=options.policy,
-                    frames=options.frames,
+                    frames=options.frames, rectangular=options.rectangular,
                 )  # fmt: skip
                 fixed = ", ".join(f"{w}: {m.warm:.0f}" for w, m in found.items() if w not in ("off", "adaptive"))
                 warm, cold = ratios(found)

@@ -30,8 +30,8 @@ def case(name: str) -> Case:
     return known[name]
 
 
-def adaptive_over_best(gpu: str, name: str, streams: int, seconds: float) -> float:
-    return ratios(compare(case(name), profile(gpu), streams, seconds))[0]
+def adaptive_over_best(gpu: str, name: str, streams: int, seconds: float, *, rectangular: bool = False) -> float:
+    return ratios(compare(case(name), profile(gpu), streams, seconds, rectangular=rectangular))[0]
 
 
 def test_adaptive_makes_as_much_as_the_best_choice_in_hindsight() -> None:
@@ -42,6 +42,12 @@ def test_adaptive_makes_as_much_as_the_best_choice_in_hindsight() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_eight_streams_of_every_acceptance(name: str) -> None:
     assert adaptive_over_best(H100, name, 8, 4.0) >= LEAST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["published", "repeats"])
+def test_sixteen_streams_without_ragged_rounds(name: str) -> None:
+    assert adaptive_over_best(A100, name, 16, 4.0, rectangular=True) >= LEAST
 
 
 @pytest.mark.slow
