@@ -43,6 +43,8 @@ def check_schema(text: str) -> None:
         raise GrammarError(f"the schema is no JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise GrammarError(f"a schema is a JSON object, got {type(schema).__name__}")
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise GrammarError("x-guidance, options of the library, cannot be set by a request")
     _check(schema)
 
 

@@ -203,6 +203,16 @@ def test_ignoring_ends_does_not_go_on_behind_a_grammar() -> None:
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("yes", "stop")
 
 
+@pytest.mark.parametrize("mode", [{}, {"spec_method": "copy"}], ids=str)
+def test_stop_tokens_end_an_output_before_its_grammar(mode: dict[str, Any]) -> None:
+    with EngineRig(**mode) as rig:
+        (output,) = run(rig, [("abc-de-abc-de-", FORMS[1])], stop_token_ids=[ord("-")])
+    part = output.outputs[0]
+    assert (part.finish_reason, part.stop_reason) == ("stop", ord("-"))
+    assert re.fullmatch("[a-f]{3}", part.text)
+    assert part.token_ids[-1] == ord("-")
+
+
 @pytest.mark.parametrize("length", [3, 4])
 def test_output_that_ends_for_length_at_the_end_of_the_grammar_has_stopped(length: int) -> None:
     with EngineRig() as rig:

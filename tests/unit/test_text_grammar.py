@@ -242,6 +242,7 @@ def test_other_spellings_do_not_get_round_a_schema(value: Any, text: str) -> Non
         {"type": "object", "minProperties": 2},
         {"properties": {"minProperties": {"minProperties": 3, "required": ["a"]}}},
         {"const": "a\u0000b"},
+        {"oneOf": [{"type": "object"}, {"type": "object"}], "x-guidance": {"coerce_one_of": True}},
         {"properties": {"a\u0001": True}},
     ],
 )
