@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterator
@@ -24,8 +25,11 @@ from tests.simulation.world import World
 from tests.simulation.world_clients import PLACES
 from tests.simulation.world_faults import LIES
 
-FAILED: tuple[tuple[int, int, str], ...] = ()  # (seed, events, what it found)
-CASES, SEEDS, EVENTS = 10, 10, 1000  # 100,000 events at least; the cases are shared among test processes
+FAILED: tuple[tuple[int, int, str], ...] = (  # (seed, events, what it found)
+    (1009, 200, "planning behind a frame while every stream waits for pages, with mixed programs"),
+)
+CASES, EVENTS = 10, 10_000  # of each case; the cases are shared among test processes
+TROUBLE = {"device_error": 0.01, "submit_error": 0.006, "not_finite": 0.01, "no_time": 0.01, "stall": 0.01}
 
 
 @pytest.fixture(autouse=True)
@@ -60,19 +64,14 @@ def test_seeds_that_failed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", range(CASES))
 def test_a_hundred_thousand_events(case: int, tmp_path: Path) -> None:
     seen: collections.Counter[str] = collections.Counter()
-    worlds = [lived(1000 + SEEDS * case + number, EVENTS, tmp_path) for number in range(SEEDS)]
-    for world in worlds:
+    seeds, events = itertools.count(1000 + 100 * case), 0
+    while events < EVENTS:
+        seed = next(seeds)
+        world = lived(seed, 1000, tmp_path, rates=None if seed % 2 else TROUBLE)
+        events += world.events
         seen += world.seen
-    assert sum(world.events for world in worlds) >= SEEDS * EVENTS
-    for what in (
-        "2 frames in flight",
-        "device error",
-        "submit error",
-        "clock jump",
-        "foreign completion",
-        "not finite",
-    ):
-        assert seen[what], f"no {what} in {dict(seen)}"
+    wanted = {"2 frames in flight", "device error", "submit error", "foreign completion", "not finite"}
+    assert wanted - set(seen) == set()
 
 
 @pytest.mark.slow
@@ -83,7 +82,8 @@ def test_clients_leave_everywhere(tmp_path: Path) -> None:
         world = lived(seed, 800, tmp_path, max_slots=3, async_scheduling=True)
         for place in PLACES:
             left[place] += sum(count for what, count in world.seen.items() if what.startswith(f"left {place}"))
-    assert {place for place in PLACES if left[place] < 2} == set()
+        left["clock jump"] += world.seen["clock jump"]
+    assert {place for place in (*PLACES, "clock jump") if left[place] < 2} == set()
 
 
 @pytest.mark.slow
