@@ -61,7 +61,7 @@ def chunk_program() -> Any:
 @pytest.mark.parametrize("alike", [0.0, 0.98])
 def test_chunks_equal_the_recurrence_at_every_kept_length(alike: float) -> None:
     """Outputs of all tokens, and the state after each prefix: what a round keeps of its rows."""
-    rng, count = np.random.default_rng(3), 13
+    rng, count = np.random.default_rng(3), 13  # the size of every chunk here: one program
     heads = random_heads(rng, count, alike)
     state = rng.standard_normal((N, R, K, V)).astype(np.float32)
     outs, states = oracle(heads, state)

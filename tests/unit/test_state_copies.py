@@ -98,7 +98,7 @@ def committed_tokens(state: DeviceState, slot: int) -> np.ndarray:
     return np.array(state.prompt_seen[slot]) | (counts > 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_state_goes_round_with_every_bit(dtype: str) -> None:
     """Two snapshots at once, then both restored into each other's slots and into other pages."""
     before = random_state(dtype, 1)
