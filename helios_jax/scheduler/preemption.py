@@ -87,7 +87,8 @@ def work_lost(state: State, slot: int) -> int:
         for checkpoint in kept.used[slot]
         if library.is_published(known, checkpoint)
     ]
-    return int(requests.committed_len[slot]) - max(restorable, default=0)
+    outside = 0 if spec.restore_from else spec.restored_len
+    return int(requests.committed_len[slot]) - max(restorable, default=outside)
 
 
 def resumed(spec: RequestSpec, output: Sequence[int], *, checkpoint: tuple[int, int] = (0, 0)) -> RequestSpec:
@@ -95,23 +96,26 @@ def resumed(spec: RequestSpec, output: Sequence[int], *, checkpoint: tuple[int, 
 
     Output that exists is prompt from now on; `output_len` tells the programs that it counts as output
     (penalties, positions of random numbers). A prompt that was scored to its end is not scored
-    again; one that was not is scored from its beginning.
+    again; one that was not is scored from its beginning. State that came from outside the device is brought
+    from there again: without it, the images that it covers might not fit the storage.
 
     Args:
         spec: As it was admitted the last time.
         output: Tokens sampled since then, the pending one included.
-        checkpoint: Identity and endpoint of a published one to restore from; (0, 0) recomputes everything.
+        checkpoint: Identity and endpoint of a published one to restore from; (0, 0) recomputes everything that
+            did not come from outside.
     """
     tokens = np.asarray(output, np.int32)
     identity, endpoint = checkpoint
+    outside = not identity and not spec.restore_from
     return dataclasses.replace(
         spec,
         prompt=np.concatenate([np.asarray(spec.prompt, np.int32), tokens]),
         max_tokens=spec.max_tokens - len(tokens),
         output_len=spec.output_len + len(tokens),
         scored=spec.scored and not len(tokens),
-        restored_len=endpoint,
+        restored_len=spec.restored_len if outside else endpoint,
         restore_from=identity,
-        external=False,
+        external=spec.external and outside,
         preemptions=spec.preemptions + 1,
     )

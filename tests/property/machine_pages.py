@@ -68,7 +68,7 @@ def loss(model: Model, job: Job, state: State) -> int:
         return 0
     present = set(state.retention.checkpoints.ids.tolist())
     ends = [model.checkpoints[number][1] for number in state.retention.used[job.handle.slot] if number in present]
-    return job.committed - max(ends, default=0)
+    return job.committed - max(ends, default=0 if job.spec.restore_from else job.spec.restored_len)
 
 
 def victim(model: Model, state: State, *, drained: bool) -> Job | None:

@@ -86,9 +86,10 @@ class Life:
 
     def __init__(self, seed: int, **changes: object) -> None:
         self.rng = rng = random.Random(seed)
+        size, extent = rng.choice([2, 4]), rng.choice([0, 2, 3])
         self.limits = Limits(
-            slots=rng.choice([3, 5, 8]), pages=rng.randint(12, 24), page_size=rng.choice([2, 4]), max_context=22,
-            draft_extent=rng.choice([0, 2, 3]), frames=rng.choice([1, 2]),
+            slots=rng.choice([3, 5, 8]), pages=-(-(36 + extent) // size) + rng.randint(0, 4), page_size=size,
+            max_context=40, draft_extent=extent, frames=rng.choice([1, 2]),
         )  # fmt: skip
         policy = PolicyConfig(
             speculation=rng.choice(["adaptive", "adaptive", "off", "fixed"]),
@@ -106,8 +107,7 @@ class Life:
 
     def arrive(self, number: int) -> None:
         for _ in range(number):
-            prompt = self.rng.randint(1, 12)
-            spec = request(prompt, self.rng.randint(1, 18 - prompt))
+            spec = request(self.rng.randint(1, 6), self.rng.choice([1, 12, 20, 30]))
             key = len(self.wanted)
             self.wanted[key], self.out[key] = spec.max_tokens, []
             self.waiting.append((key, spec))
@@ -203,7 +203,7 @@ def live(seed: int, requests: int) -> Life:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lives_under_pressure_end_complete(seed: int) -> None:
-    assert live(seed, 12).ended > 0
+    assert live(seed, 8).ended > 0
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from helios_jax.errors import CapacityError, RequestError, StalePlanError
 from helios_jax.scheduler import (
     Catalog,
+    ImageSpan,
     ProgramShape,
     RequestHandle,
     RequestSpec,
@@ -302,8 +303,21 @@ def test_resumed_is_the_same_request_with_its_output_as_prompt() -> None:
     assert twice.message_ends == spec.message_ends
     assert twice.stop_token_ids == spec.stop_token_ids
     back = resumed(request(9, 4, restored_len=8, external=True), [])
-    assert (back.restored_len, back.restore_from, back.external, back.preemptions) == (0, 0, False, 1)
+    assert (back.restored_len, back.restore_from, back.external, back.preemptions) == (8, 0, True, 1)
+    evicted = resumed(request(9, 4, restored_len=8, restore_from=2), [])
+    assert (evicted.restored_len, evicted.restore_from, evicted.external) == (0, 0, False)
     assert resumed(spec, [7], checkpoint=(3, 5)).restored_len == 5
+
+
+def test_images_that_came_with_a_state_from_outside_are_not_encoded_again() -> None:
+    """Without rows for windows of images, only the restored state makes this request possible."""
+    spans = (ImageSpan(0, 4), ImageSpan(4, 8))
+    spec = request(9, 3, image_spans=spans, restored_len=4)
+    state = every_kind_state(state_rows=0)
+    assert can_admit(state, spec)
+    assert can_admit(state, resumed(spec, []))
+    with pytest.raises(RequestError, match="more features than the storage holds"):
+        can_admit(state, dataclasses.replace(spec, restored_len=0))
 
 
 def test_scoring_goes_on_only_where_it_was_not_complete() -> None:
