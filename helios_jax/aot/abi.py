@@ -101,8 +101,7 @@ def _layout(ints: dict[str, tuple[int, ...]], floats: dict[str, tuple[int, ...]]
 def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
     """Control fields of one program.
 
-    Every program but initialize: `masked` [1], 0 = `bits` are not read (see `mask_shape`).
-
+    Every program that samples: `masked` [1], 0 = `bits` are not read (see `mask_shape`).
     initialize: `slot` [B], `prompt_len` [B] (tokens before it are prompt, later ones count
       as output for the penalties), `seed` [B, 2], `top_k` [B] (0 = off), `bias_ids`
       [B, MAX_LOGIT_BIAS] (-1 = unused), and the float settings of the lane.
