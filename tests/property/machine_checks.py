@@ -99,9 +99,10 @@ def check_no_plan(model: Model, state: State) -> None:
     fed = [job for job in model.runnable() if job.key not in short]
     left = [job for job in fed if len(job.out) + model.queued(job)[0] < job.spec.max_tokens]
     other_work = any(job.stage != "decode" for job in model.runnable())
-    assert (
-        unready or other_work or not left or any(job.spec.constraints & FEEDBACK or model.unsure(job) for job in left)
-    )
+    copying = [shape for shape in others if shape.proposal_depth and shape.proposal_source is ProposalSource.COPY]
+    copies = any(job.copies and books.serves(shape, job.spec.constraints) for job in left for shape in copying)
+    dependent = copies or any(job.spec.constraints & FEEDBACK or model.unsure(job) for job in left)
+    assert unready or other_work or not left or dependent
 
 
 def check_reason(model: Model, plan: ScheduledPlan) -> None:
