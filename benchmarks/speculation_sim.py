@@ -26,6 +26,7 @@ SLOTS = 64
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 PROMPTS = tuple((rows, tokens) for tokens in (64, 256, 512) for rows in (1, 8))
 WARM_SHARE = 0.25
+CHANGE, LONG = 500, (900, 1100)  # acceptance changes once in a long output; estimates have a half-life of 128 tokens
 CASES = (
     "published", "deep", "worst", "mixed", "none", "all", "fades", "awakes", "sure",
     "copies", "repeats", "no copy fits",
@@ -34,11 +35,15 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is proposed, and what it costs: `method` of cores ("draft", "copy"), `cost` of profiles."""
+    """What is proposed, and what it costs: `method` of cores ("draft", "copy"), `cost` of profiles.
+
+    `outputs` are the lengths of requests where they matter to the case.
+    """
 
     drafter: Drafter
     method: str
     cost: str
+    outputs: tuple[int, int] | None = None
 
 
 def cases(acceptance: str) -> Mapping[str, Case]:
@@ -68,8 +73,8 @@ def cases(acceptance: str) -> Mapping[str, Case]:
         "mixed": drafted(none, poor, eagle, good, kinds=by_request(4)),
         "none": drafted(none),
         "all": drafted(every),
-        "fades": drafted(good, none, kinds=after(100)),
-        "awakes": drafted(none, good, kinds=after(100)),
+        "fades": dataclasses.replace(drafted(good, none, kinds=after(CHANGE)), outputs=LONG),
+        "awakes": dataclasses.replace(drafted(none, good, kinds=after(CHANGE)), outputs=LONG),
         "sure": drafted(none, shown=(good,)),
         "copies": found(edits, found=(0.8,)),
         "repeats": found(right, wrong, found=(0.95, 0.15), kinds=alternating(0.4)),
@@ -111,6 +116,8 @@ def compare(
 ) -> dict[str, Yield]:
     """Yields of `off`, of each width and of `adaptive`, by name."""
     depth = DEFAULT_DRAFT_TOKENS[case.method]
+    if case.outputs is not None:
+        others["outputs"] = case.outputs
 
     def run(mode: str, only: int | None) -> Yield:
         return run_streams(
