@@ -1,7 +1,7 @@
 """The largest gap between tokens of decoding streams while long prompts arrive, with and without mixed programs.
 
     python -m benchmarks.tail [--model smollm2] [--core DIR] [--streams 8] [--prompts 6] [--prompt-len 2048]
-                              [--interval S] [--rounds 2]
+                              [--interval S] [--lead S] [--rounds 2]
 
 Eight streams decode; from then on a prompt of 2,048 tokens arrives every `interval` seconds, and asks
 for a few tokens. For each preset, with and without `--mixed-prefill`, in alternating rounds: the largest gap
@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from helios_jax.aot.core import CoreOptions, prepare
 from helios_jax.aot.manifest import read_manifest
 from helios_jax.config import EngineConfig
 from helios_jax.models.source import open_source
-from helios_jax.scheduler.catalog import Catalog, ProgramShape, physical_tokens
+from helios_jax.scheduler.catalog import Catalog, ProgramShape, ProposalSource, physical_tokens
 from helios_jax.scheduler.types import Limits, RequestSpec
 from helios_jax.simulation.baselines import VtcAdmission, baseline
 from helios_jax.simulation.device import FakeDevice
@@ -47,7 +46,6 @@ PRESETS = ("balanced", "throughput")
 BASELINES = ("fcfs-prefill", "fcfs-chunked")
 STREAM_PROMPT, PROMPT_OUTPUT = 32, 4
 PAGE_SIZE = 16
-LEAD_S = 1.0  # all streams decode before the first prompt
 MS = 1e3
 
 
@@ -59,6 +57,7 @@ class Load:
     prompts: int
     prompt_len: int
     interval_s: float
+    lead_s: float  # all streams decode by then
     stream_tokens: int
 
     @property
@@ -91,18 +90,34 @@ def gaps_within(times: list[float], begin: float, end: float) -> list[float]:
 # ---- the real engine
 
 
-async def _stream(llm: AsyncLLM, prompt: list[int], max_tokens: int) -> list[tuple[float, int]]:
-    """Arrival times at the client, and tokens, of each delivery."""
+Deliveries = list[tuple[float, int]]  # arrival time at the client, and tokens
+
+
+async def _answer(llm: AsyncLLM, prompt: list[int], max_tokens: int, done: asyncio.Event | None = None) -> Deliveries:
+    """All deliveries of one request; the client leaves once `done` is set."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=OutputKind.DELTA)
+    seen, stream = [], llm.generate(prompt, params)
+    try:
+        async for output in stream:
+            if output.outputs and output.outputs[0].token_ids:
+                seen.append((time.perf_counter(), len(output.outputs[0].token_ids)))
+            if done is not None and done.is_set():
+                break
+    finally:
+        await stream.aclose()
+    return seen
+
+
+async def _stream(llm: AsyncLLM, prompt: list[int], max_tokens: int, done: asyncio.Event) -> list[Deliveries]:
+    """One request after the other until `done` is set; a gap between two of them is none of a stream."""
     seen = []
-    async for output in llm.generate(prompt, params):
-        if output.outputs and output.outputs[0].token_ids:
-            seen.append((time.perf_counter(), len(output.outputs[0].token_ids)))
+    while not done.is_set():
+        seen.append(await _answer(llm, prompt, max_tokens, done))
     return seen
 
 
 async def _run(llm: AsyncLLM, load: Load, seed: int) -> Seen:
-    rng = np.random.default_rng(seed)
+    rng, done = np.random.default_rng(seed), asyncio.Event()
     vocabulary = llm.core.dims.vocab_size
 
     def prompt(length: int) -> list[int]:
@@ -110,21 +125,20 @@ async def _run(llm: AsyncLLM, load: Load, seed: int) -> Seen:
 
     before = collections.Counter(llm.stats().scheduler["programs_by_kind"])
     streams = [
-        asyncio.create_task(_stream(llm, prompt(STREAM_PROMPT), load.stream_tokens)) for _ in range(load.streams)
+        asyncio.create_task(_stream(llm, prompt(STREAM_PROMPT), load.stream_tokens, done)) for _ in range(load.streams)
     ]
-    await asyncio.sleep(LEAD_S)
+    await asyncio.sleep(load.lead_s)
     begin, late = time.perf_counter(), []
     for number in range(load.prompts):
         await asyncio.sleep(max(0.0, begin + number * load.interval_s - time.perf_counter()))
         asked = time.perf_counter()
-        late.append((asked, asyncio.create_task(_stream(llm, prompt(load.prompt_len), PROMPT_OUTPUT))))
+        late.append((asked, asyncio.create_task(_answer(llm, prompt(load.prompt_len), PROMPT_OUTPUT))))
     first = [(await task)[0][0] - asked for asked, task in late]
     end = time.perf_counter()
-    seen = [await task for task in streams]
-    if min(times[-1][0] for times in seen) < end:
-        print("a stream ended before the last prompt: give it more --stream-tokens", file=sys.stderr)
-    tokens = sum(count for times in seen for at, count in times if begin <= at <= end)
-    gaps = [gap for times in seen for gap in gaps_within([at for at, _ in times], begin, end)]
+    done.set()
+    answers = [seen for task in streams for seen in await task]
+    tokens = sum(count for seen in answers for at, count in seen if begin <= at <= end)
+    gaps = [gap for seen in answers for gap in gaps_within([at for at, _ in seen], begin, end)]
     kinds = collections.Counter(llm.stats().scheduler["programs_by_kind"])
     kinds.subtract(before)
     return Seen(gaps, first, tokens / (end - begin), kinds)
@@ -132,8 +146,8 @@ async def _run(llm: AsyncLLM, load: Load, seed: int) -> Seen:
 
 async def _measure(core: Path, load: Load, preset: str, mixed: bool, trace: Path, seed: int) -> Seen:
     config = EngineConfig(policy=preset, trace=trace)
-    async with AsyncLLM(core=core, mixed_prefill=mixed, config=config) as llm:
-        await _run(llm, dataclasses.replace(load, prompts=2), seed)  # durations become known
+    async with AsyncLLM(core=core, spec_method="none", mixed_prefill=mixed, config=config) as llm:
+        await _run(llm, load, seed)  # durations become known
         return await _run(llm, load, seed + 1)
 
 
@@ -166,7 +180,7 @@ def simulated(policy: str, durations: dict[ProgramShape, int], load: Load, slots
     count = load.streams + load.prompts
     lengths = [STREAM_PROMPT] * load.streams + [load.prompt_len] * load.prompts
     scheduler = baseline(policy, catalog, limits, chunk, VtcAdmission([0] * count, lengths))
-    at_s = [0.0] * load.streams + [LEAD_S + number * load.interval_s for number in range(load.prompts)]
+    at_s = [0.0] * load.streams + [load.lead_s + number * load.interval_s for number in range(load.prompts)]
     outputs = [load.stream_tokens] * load.streams + [PROMPT_OUTPUT] * load.prompts
     arrivals = [
         Arrival(at_ns=round(at * 1e9), spec=RequestSpec(prompt=np.zeros(length, np.int32), max_tokens=output))
@@ -184,17 +198,17 @@ def simulated(policy: str, durations: dict[ProgramShape, int], load: Load, slots
     streams, prompts = simulation.requests[: load.streams], simulation.requests[load.streams :]
     end = max(request.first_ns for request in prompts) / 1e9
     times = [(np.cumsum([request.first_ns, *request.gaps_ns]) / 1e9).tolist() for request in streams]
-    tokens = sum(LEAD_S <= at <= end for each in times for at in each)
-    gaps = [gap for each in times for gap in gaps_within(each, LEAD_S, end)]
+    tokens = sum(load.lead_s <= at <= end for each in times for at in each)
+    gaps = [gap for each in times for gap in gaps_within(each, load.lead_s, end)]
     first = [(request.first_ns - request.arrival_ns) / 1e9 for request in prompts]
-    return Seen(gaps, first, tokens / (end - LEAD_S), ran)
+    return Seen(gaps, first, tokens / (end - load.lead_s), ran)
 
 
 # ---- the command
 
 
 def prepared(options: argparse.Namespace, load: Load) -> Path:
-    """The core of the run: a slot for every stream and one for a prompt."""
+    """The core of the run: a slot for every stream and one for a prompt; without speculation."""
     if options.core is not None and (options.core / "manifest.json").exists():
         return options.core
     out = options.core or Path(tempfile.mkdtemp(prefix="helios-tail-"))
@@ -222,10 +236,18 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=2048)
     parser.add_argument("--prefill-chunk", type=int, default=512)
     parser.add_argument("--interval", type=float, default=20.0, metavar="S")
+    parser.add_argument("--lead", type=float, default=2.0, metavar="S", help="before the first prompt")
     parser.add_argument("--stream-tokens", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    load = Load(options.streams, options.prompts, options.prompt_len, options.interval, options.stream_tokens)
+    load = Load(
+        streams=options.streams,
+        prompts=options.prompts,
+        prompt_len=options.prompt_len,
+        interval_s=options.interval,
+        lead_s=options.lead,
+        stream_tokens=options.stream_tokens,
+    )
     core = prepared(options, load)
     manifest = read_manifest(core)
     rows: dict[tuple[str, bool], list[Seen]] = collections.defaultdict(list)
@@ -236,7 +258,8 @@ def main() -> None:
                     trace = Path(directory) / f"{number}-{preset}-{mixed}.jsonl"
                     rows[preset, mixed].append(asyncio.run(_measure(core, load, preset, mixed, trace, 10 * number)))
                     print(preset, mixed, *rows[preset, mixed][-1].row(), flush=True)
-        durations = measured(iter(sorted(Path(directory).glob("*.jsonl"))), Catalog(manifest.catalog))
+        plain = Catalog(tuple(s for s in manifest.catalog if s.proposal_source is ProposalSource.NONE))
+        durations = measured(iter(sorted(Path(directory).glob("*.jsonl"))), plain)
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
     print("| policy | mixed | largest gap ms | p99 | p50 | first token p50 | max | stream tokens/s | programs |")
     print("|---|---|---|---|---|---|---|---|---|")
