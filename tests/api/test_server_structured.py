@@ -65,8 +65,8 @@ def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
 @async_test
 async def test_the_forms_of_an_output(fields: dict[str, Any], schema: Any) -> None:
     async with fake_client() as client:
-        chat = (await client.post(CHAT, json=chat_body(max_tokens=150, **fields))).json()["choices"][0]
-        plain = await client.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 150, **fields})
+        chat = (await client.post(CHAT, json=chat_body(max_tokens=150, seed=3, **fields))).json()["choices"][0]
+        plain = await client.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 150, "seed": 3, **fields})
     for text, choice in ((chat["message"]["content"], chat), (plain.json()["choices"][0]["text"], None)):
         jsonschema.validate(json.loads(text), schema)
         assert choice is None or choice["finish_reason"] == "stop"
@@ -209,7 +209,7 @@ async def test_streams_keep_their_pace_while_a_grammar_is_compiled_g3() -> None:
 @async_test
 async def test_a_required_call_is_made(choice: Any) -> None:
     tools = [ADD] if choice == "required" else [NOW, ADD]
-    body = chat_body(max_tokens=400, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    body = chat_body(max_tokens=400, seed=7, tools=tools, tool_choice=choice, parallel_tool_calls=False)
     async with fake_client(**LONG) as client:
         plain = (await client.post(CHAT, json=body)).json()["choices"][0]
         chunks = events((await client.post(CHAT, json={**body, "stream": True})).text)
@@ -236,8 +236,8 @@ async def test_a_required_call_is_made(choice: Any) -> None:
 async def test_calls_of_the_model_s_own_will(stream: bool) -> None:
     said = f"I will add.\n{CALL}\n{CALL}"
     async with fake_client(**LONG, next_token=scripted(said)) as client:
-        bodies = [chat_body(max_tokens=300, stream=stream, **more) for more in ({"tools": [ADD]}, {})]
-        bodies.append(chat_body(max_tokens=300, stream=stream, tools=[ADD], tool_choice="none"))
+        bodies = [chat_body(max_tokens=300, seed=3, stream=stream, **more) for more in ({"tools": [ADD]}, {})]
+        bodies.append(chat_body(max_tokens=300, seed=3, stream=stream, tools=[ADD], tool_choice="none"))
         answers = [await client.post(CHAT, json=body) for body in bodies]
     for answer, has_tools in zip(answers, (True, False, False), strict=True):
         if stream:

@@ -15,7 +15,7 @@ from helios_jax.server.context import Phase, ServerContext, ServerLimits
 from helios_jax.server.errors import ClientGone, describe_error, from_decode_error
 from helios_jax.server.gate import outcome_of
 from helios_jax.server.metrics import scheduler_families
-from helios_jax.server.protocol import UNSUPPORTED, CompletionRequest, SamplingFields, refuse_unsupported
+from helios_jax.server.protocol import UNSUPPORTED, CompletionRequest, refuse_unsupported
 from helios_jax.server.record import Outcome, RequestRecord, request_id_from
 from helios_jax.server.replies import MIN_LOGPROB, completion_logprobs, finite
 from helios_jax.server.run import bind
@@ -79,12 +79,12 @@ def test_two_ids_with_one_text_keep_the_likelier_value() -> None:
 
 
 def test_every_unsupported_field_is_a_field() -> None:
-    assert set(UNSUPPORTED) <= set(SamplingFields.__struct_fields__)
+    assert set(UNSUPPORTED) <= set(CompletionRequest.__struct_fields__)
     for name, neutral in UNSUPPORTED.items():
         for value in neutral:
-            refuse_unsupported(SamplingFields(**{name: value}))
+            refuse_unsupported(CompletionRequest(prompt="a", **{name: value}))
         with pytest.raises(RequestError, match=name):
-            refuse_unsupported(SamplingFields(**{name: {"asks": "for something"}}))
+            refuse_unsupported(CompletionRequest(prompt="a", **{name: {"asks": "for something"}}))
 
 
 @dataclasses.dataclass
