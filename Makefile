@@ -8,7 +8,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: serve chat test test-slow test-device lint type wheel bench clean
+.PHONY: serve chat test test-slow test-long test-device lint type wheel bench clean
 
 # Stamps are touched last, so an install that broke off is repeated.
 $(VENV)/serve.stamp: pyproject.toml
@@ -35,6 +35,9 @@ test: $(VENV)/test.stamp               ## the default suite
 
 test-slow: $(VENV)/test.stamp          ## what the default suite leaves out for its length
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-long: $(VENV)/test.stamp          ## minutes each: real models under load, every program of hybrids and of speculation
+	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-device: $(VENV)/test.stamp        ## on a machine with a GPU
 	FLARE_RUN_CUDA_TESTS=1 $(BIN)/python -m pytest -m device -s tests/device $(ARGS)

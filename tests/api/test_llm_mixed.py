@@ -13,7 +13,7 @@ from helios_jax.aot.memory import headroom_bytes
 from helios_jax.models.source import open_source
 from helios_jax.scheduler.catalog import Catalog
 
-pytestmark = pytest.mark.slow  # eight programs of the real model
+pytestmark = pytest.mark.long  # eight programs of the real model
 
 PROMPTS = [
     "Once upon a time there was a lighthouse keeper who",

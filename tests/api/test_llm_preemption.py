@@ -78,7 +78,7 @@ def result(rig: RealRig, name: str) -> tuple[list[int], str, str | None, list[fl
     return tokens, rig.text(name), rig.reason(name), numbers, outputs[-1].metrics.preemptions
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("core", "pages", "number"), [("tiny_core_dir", 17, 20), ("tiny_copy_core_dir", 9, 12)])
 def test_outputs_equal_those_of_requests_alone(
     core: str, pages: int, number: int, request: pytest.FixtureRequest

@@ -46,9 +46,9 @@ class Pair:
     scope="module",
     params=[
         ("copy", "adaptive"),
-        pytest.param(("copy", "fixed"), marks=pytest.mark.slow),
-        pytest.param(("draft", "fixed"), marks=pytest.mark.slow),
-        pytest.param(("draft", "adaptive"), marks=pytest.mark.slow),
+        pytest.param(("copy", "fixed"), marks=pytest.mark.long),
+        pytest.param(("draft", "fixed"), marks=pytest.mark.long),
+        pytest.param(("draft", "adaptive"), marks=pytest.mark.long),
     ],
     ids=lambda param: "-".join(param),
 )

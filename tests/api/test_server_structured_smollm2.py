@@ -15,7 +15,7 @@ import pytest
 from helios_jax.engine.async_llm import AsyncLLM
 from helios_jax.server.background import ServerThread
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 PERSON = {
     "type": "object",

@@ -19,7 +19,7 @@ from tests.golden.tiny import golden, tiny_checkpoint
 FAMILY = "qwen3_5_hybrid"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("spec_width", ["fixed"])
 def test_greedy_output_is_transformers_in_every_turn_of_a_slot(tmp_path: Path, spec_width: str) -> None:
     """More requests than slots, so each slot is taken over with another's state in it; prompts of several chunks."""

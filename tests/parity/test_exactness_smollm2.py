@@ -22,7 +22,7 @@ from helios_jax.models.source import ModelSource, open_source
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.text.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. Repeat the sentence: The quick brown fox",
     "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return",

@@ -49,7 +49,7 @@ def top_logprobs(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "family", [FAST, *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_next", "qwen3_moe"))]
+    "family", [FAST, *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3_next", "qwen3_moe"))]
 )
 def test_goldens_by_prefill_splits_and_batches(family: str) -> None:
     """Every split of a prompt in two; then slots that are s tokens further on decode together to the end."""
@@ -124,7 +124,7 @@ def begin(host: Host, slot: int, prompt: list[int], cuts: tuple[int, ...] = ()) 
     return int(host.prefill([Chunk(slot, prompt[start:], start)])["token"][0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", [FAST, "qwen3_next"])
 def test_rounds_of_every_width_equal_transformers(family: str) -> None:
     """Copies right up to a random depth, the heads' own proposals, width one and plain decode, in random order.
@@ -169,7 +169,7 @@ def test_rounds_of_every_width_equal_transformers(family: str) -> None:
     assert (depths > 0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mixed_programs_equal_transformers() -> None:
     """Prompts in chunks of any length, some at the start and some behind others, beside rounds of copies.
 
@@ -217,7 +217,7 @@ def test_mixed_programs_equal_transformers() -> None:
         check_state(host, FAST, slot, prompt + out_tokens, 96)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_thousand_tokens_after_partial_acceptance_and_empty_rounds() -> None:
     """Rounds that accept two or more, each followed by one without proposals: plain decode's tokens to the end."""
     prompt = golden(FAST)["prompt"].tolist()
@@ -240,7 +240,7 @@ def test_a_thousand_tokens_after_partial_acceptance_and_empty_rounds() -> None:
     check_state(host, FAST, 0, prompt + output, 1056)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_restored_states_go_on_as_if_they_had_been_computed() -> None:
     """Inside a page and behind decoded tokens; the request that was copied goes elsewhere before the copy is used."""
     stored = golden(FAST)

@@ -168,7 +168,7 @@ def test_sampled_rounds_have_the_model_s_distribution(name: str) -> None:
     assert check(SHAPES["width 4"], name, 150) > 6_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("width", "rounds"), [("width 4", 1250), ("width 2", 700), ("shared rows", 650)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_200_000_sampled_tokens_have_the_model_s_distribution(name: str, width: str, rounds: int) -> None:
@@ -176,7 +176,7 @@ def test_200_000_sampled_tokens_have_the_model_s_distribution(name: str, width: 
     assert check(SHAPES[width], name, rounds) > (100_000 if width == "width 4" else 50_000)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rounds_of_width_one_have_it_too() -> None:
     assert check(SHAPES["width 1"], "filters", 300) == 300 * LANES
 

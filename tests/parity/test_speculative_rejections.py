@@ -84,7 +84,7 @@ CASES = [  # the widths of a core: docs/speculation.md
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "width", "rows", "allocation"), CASES)
 def test_rejected_proposals_leave_nothing(source: str, width: int, rows: int, allocation: Allocation) -> None:
     shape = shape_of(source, width, rows, allocation)

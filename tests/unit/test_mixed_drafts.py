@@ -17,7 +17,7 @@ from tests.unit.speculative_toy import LEARNED, NARROW, Offer
 from tests.unit.test_mixed_programs import TABLES, placed
 from tests.unit.test_speculative_rounds import SETTINGS
 
-pytestmark = pytest.mark.slow  # ten programs with a draft in them
+pytestmark = pytest.mark.long  # ten programs with a draft in them
 MIXED_COPY = mixed_shape(4, 4)  # copies in a core with a draft: its context is kept, too
 SETTINGS_OF = [SETTINGS[name] for name in ("greedy", "everything", "sampled", "greedy_penalties")]
 

@@ -38,7 +38,7 @@ def test_both_pools_are_updated_in_place(shape: ProgramShape, draft: Any, dtype:
     assert memory.temp_size_in_bytes < tree_bytes(state.kv[0][0]) / 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_costs_what_a_lane_of_plain_decode_costs() -> None:
     """16 rows against 16 lanes; a learned round adds its D x B distributions and nothing else of that size."""
     dims = dataclasses.replace(DIMS, num_pages=65, vocab_size=WideToy().vocab_size, pages_per_slot=64)
