@@ -12,7 +12,7 @@ from tests.property.machine_jobs import CANCELLED, PREEMPTED
 from tests.property.test_scheduler_machine import SchedulerMachine
 from tests.unit.every_kind_toy import every_kind
 
-WALKS, STEPS = 50, 30
+WALKS, STEPS = 60, 30
 
 
 def walk(seed: int) -> tuple[Counter[str], str]:
