@@ -100,7 +100,8 @@ def check_no_plan(model: Model, state: State) -> None:
     left = [job for job in fed if len(job.out) + model.queued(job)[0] < job.spec.max_tokens]
     other_work = any(job.stage != "decode" for job in model.runnable())
     copying = [shape for shape in others if shape.proposal_depth and shape.proposal_source is ProposalSource.COPY]
-    copies = any(job.copies and books.serves(shape, job.spec.constraints) for job in left for shape in copying)
+    # A copy program may win without an offer as well, as the cheapest that runs one row.
+    copies = any(books.serves(shape, job.spec.constraints) for job in left for shape in copying)
     dependent = copies or any(job.spec.constraints & FEEDBACK or model.unsure(job) for job in left)
     assert unready or other_work or not left or dependent
 
