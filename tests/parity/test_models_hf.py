@@ -15,6 +15,7 @@ from helios_jax.models.params import leaves
 from helios_jax.models.reference import attend_dense, empty_caches, greedy_tokens, sequence_logits
 from helios_jax.models.source import open_source
 from tests.golden.tiny import FAMILIES, GREEDY_LEN, PROMPT_LEN, golden, tiny_checkpoint, tiny_tensors
+from tests.golden.tiny_hybrid import HYBRIDS
 
 TOLERANCE = 1e-4
 
@@ -24,7 +25,7 @@ def loaded(family: str, variant: str = "float32") -> tuple[Model, Params]:
     return source.model, source.load_params("float32")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_goldens_belong_to_these_weights(family: str) -> None:
     crc = zlib.crc32(b"".join(tensor.tobytes() for _, tensor in sorted(tiny_tensors(family).items())))
     stored = golden(family)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ MIXTURES = tuple(family for family in HYBRIDS if family != "qwen3_5_hybrid")
 def loaded(family: str, variant: str = "float32") -> tuple[Any, Any]:
     source = open_source(tiny_checkpoint(family, variant))
     return source.model, source.load_params("float32")
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_goldens_belong_to_these_weights(family: str) -> None:
-    crc = zlib.crc32(b"".join(tensor.tobytes() for _, tensor in sorted(tiny_tensors(family).items())))
-    stored = golden(family)
-    assert crc == stored["crc"], "tiny.py changed: run python -m tests.golden.make_models"
-    assert stored["margin"] > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", [FAST, *(pytest.param(f, marks=pytest.mark.slow) for f in HYBRIDS if f != FAST)])

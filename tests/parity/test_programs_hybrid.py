@@ -17,11 +17,11 @@ from helios_jax.models.reference import PlainState, attend_dense, empty_caches, 
 from helios_jax.models.source import open_source
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
 from tests.golden.tiny import GREEDY_LEN, VOCAB, golden, tiny_checkpoint
+from tests.parity.goldens_kit import TOLERANCE, check_splits_and_batches
 from tests.unit.mixed_toy import WIDE, Joint
 from tests.unit.programs_toy import Chunk, Host
 from tests.unit.speculative_toy import LEARNED, NARROW, RAGGED, RECTANGLE, Offer, Rounds
 
-TOLERANCE = 1e-4
 FAST = "qwen3_5_hybrid"  # the smallest with recurrent and attending layers and heads
 
 
@@ -43,39 +43,11 @@ def greedy_run(family: str, prompt: tuple[int, ...], count: int) -> list[int]:
     return Host(*loaded(family), slots=1, context=len(prompt) + count + 16).generate(0, prompt, count)
 
 
-def top_logprobs(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return (shifted - np.log(np.exp(shifted).sum()))[ids]
-
-
 @pytest.mark.parametrize(
     "family", [FAST, *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3_next", "qwen3_moe"))]
 )
 def test_goldens_by_prefill_splits_and_batches(family: str) -> None:
-    """Every split of a prompt in two; then slots that are s tokens further on decode together to the end."""
-    stored = golden(family)
-    prompt, greedy = stored["prompt"].tolist(), stored["greedy"].tolist()
-    host = Host(*loaded(family), slots=3, context=96)
-    for split in range(1, len(prompt)):
-        host.initialize(0, len(prompt))
-        host.prefill([Chunk(0, prompt[:split], 0, False)], rows=2)
-        out = host.prefill([Chunk(0, prompt[split:], split)], rows=2, logprobs=True)
-        expected = top_logprobs(stored["logits"][len(prompt) - 1], out["top_ids"][0])
-        np.testing.assert_allclose(out["top_logprobs"][0], expected, atol=TOLERANCE)
-        assert out["token"][0] == greedy[0]
-    for slot in (1, 2):
-        host.initialize(slot, len(prompt) + slot)
-    out = host.prefill([Chunk(1, prompt + greedy[:1]), Chunk(2, prompt + greedy[:2])])
-    assert out["token"].tolist() == greedy[1:3]
-    for step in range(1, GREEDY_LEN - 2):
-        lanes = [[0, 1, 2, None], [2, None, 0, 1]][step % 2]
-        out = host.decode(lanes, logprobs=True)
-        for lane, slot in enumerate(lanes):
-            if slot is None:
-                continue
-            assert out["token"][lane] == greedy[step + slot]
-            expected = top_logprobs(stored["logits"][len(prompt) + step + slot - 1], out["top_ids"][lane])
-            np.testing.assert_allclose(out["top_logprobs"][lane], expected, atol=TOLERANCE)
+    check_splits_and_batches(Host(*loaded(family), slots=3, context=96), golden(family))
 
 
 @functools.cache

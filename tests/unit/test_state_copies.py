@@ -98,6 +98,18 @@ def committed_tokens(state: DeviceState, slot: int) -> np.ndarray:
     return np.array(state.prompt_seen[slot]) | (counts > 0)
 
 
+def same_pages_and_rows(mine: Any, page: int, row: int, theirs: Any, their_page: int, their_row: int) -> None:
+    """A page of each pool, and a row of each table that a snapshot holds as it is."""
+    pools = ((mine.kv, mine.draft_kv), page), ((theirs.kv, theirs.draft_kv), their_page)
+    tables = [
+        ((getattr(mine, name), row), (getattr(theirs, name), their_row))
+        for name in ("recurrent", "mtp_hidden", "committed_len", "previous_token")
+    ]
+    for held, expected in (pools, *tables):
+        for one, other in zip(leaves_at(*held), leaves_at(*expected), strict=True):
+            same_bits(one, other)
+
+
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_state_goes_round_with_every_bit(dtype: str) -> None:
     """Two snapshots at once, then both restored into each other's slots and into other pages."""
@@ -105,15 +117,7 @@ def test_a_state_goes_round_with_every_bit(dtype: str) -> None:
     taken, out = run(SNAPSHOT, dtype, before, [(1, 4, 7), (DIMS.slots, 2, 9), (2, 1, 12)])
     (saved,) = taken.saved
     for (slot, row, page), lane in (((1, 4, 7), 0), ((2, 1, 12), 2)):
-        for mine, theirs in zip(
-            leaves_at((saved.kv, saved.draft_kv), row), leaves_at((before.kv, before.draft_kv), page), strict=True
-        ):
-            same_bits(mine, theirs)
-        for name in ("recurrent", "mtp_hidden", "committed_len", "previous_token"):
-            for mine, theirs in zip(
-                leaves_at(getattr(saved, name), row), leaves_at(getattr(before, name), slot), strict=True
-            ):
-                same_bits(mine, theirs)
+        same_pages_and_rows(saved, row, row, before, page, slot)
         np.testing.assert_array_equal(saved.seen[row], committed_tokens(before, slot))
         assert (out["slot"][lane], out["row"][lane]) == (slot, row)
         assert out["committed_len"][lane] == before.committed_len[slot]
@@ -121,15 +125,7 @@ def test_a_state_goes_round_with_every_bit(dtype: str) -> None:
 
     back, out = run(RESTORE, dtype, taken, [(2, 4, 3), (1, 1, 13)])
     for slot, row, page, source, source_page in ((2, 4, 3, 1, 7), (1, 1, 13, 2, 12)):
-        for mine, theirs in zip(
-            leaves_at((back.kv, back.draft_kv), page), leaves_at((before.kv, before.draft_kv), source_page), strict=True
-        ):
-            same_bits(mine, theirs)
-        for name in ("recurrent", "mtp_hidden", "committed_len", "previous_token"):
-            for mine, theirs in zip(
-                leaves_at(getattr(back, name), slot), leaves_at(getattr(before, name), source), strict=True
-            ):
-                same_bits(mine, theirs)
+        same_pages_and_rows(back, page, slot, before, source_page, source)
         np.testing.assert_array_equal(back.prompt_seen[slot], committed_tokens(before, source))
         assert out["committed_len"].tolist()[[2, 1].index(slot)] == before.committed_len[source]
         assert row in out["row"]
