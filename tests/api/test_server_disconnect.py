@@ -56,9 +56,9 @@ class Rig:
         return self.server.context
 
     def left(self) -> None:
-        """Wait until the server has noticed one departure, then let the frame in flight end."""
+        """Wait until the server has noticed one departure, then let the frames in flight end."""
         eventually(lambda: self.metric("helios_requests_total", {"outcome": "cancelled"}) == 1)
-        self.gate.step()
+        self.gate.step(self.llm.core.limits.frames)  # slot and pages return with the last of them
 
     def metric(self, name: str, labels: dict[str, str] | None = None) -> float:
         return self.context.metrics.registry.get_sample_value(name, labels or {}) or 0.0
