@@ -140,7 +140,7 @@ def test_stop_strings(pair: Pair) -> None:
 
 
 def test_sampled_outputs(pair: Pair, request: pytest.FixtureRequest) -> None:
-    """P6: copies are judged with the noise of plain decode and give its output; a draft's repeats by its seed."""
+    """P6: copies are judged with the noise of plain decode and give its output; a draft's own only fill it up."""
     settings = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3, "max_tokens": 40, "ignore_eos": True}
     copies = "copy" in request.node.callspec.id
     for seed in range(3):
