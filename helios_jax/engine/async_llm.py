@@ -159,6 +159,7 @@ class AsyncLLM:
         arrival_ns: int | None = None,
         *,
         prompt_text: str | None = None,
+        message_ends: Sequence[int] = (),
     ) -> AsyncIterator[RequestOutput]:
         """Stream the outputs of one request, in the kind that `params.output_kind` says.
 
@@ -171,6 +172,7 @@ class AsyncLLM:
             request_id: Default: a new one.
             arrival_ns: When the request came, `time.monotonic_ns`; default: now.
             prompt_text: Text of the prompt where ids are given, for `RequestOutput.prompt`.
+            message_ends: After how many prompt tokens each complete message ends; see `Intake.request`.
 
         Raises:
             RequestError: Before the first output; the request is wrong.
@@ -193,6 +195,7 @@ class AsyncLLM:
                 arrival_ns=self._clock() if arrival_ns is None else arrival_ns,
                 text=prompt_text,
                 grammar=grammar,
+                message_ends=message_ends,
             )
         except Exception:
             assembly.engine.board.count_refused()

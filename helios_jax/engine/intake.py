@@ -7,6 +7,7 @@ costs the engine nothing and its error reaches the caller directly.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import reprlib
 from collections.abc import Iterable
@@ -66,8 +67,12 @@ class Intake:
         arrival_ns: int,
         text: str | None = None,
         grammar: Grammar | None = None,
+        message_ends: SequenceOf[int] = (),
     ) -> Request:
         """Check and build one request; `text` is the prompt's text where ids are given.
+
+        `message_ends` are the numbers of prompt tokens with which a message is complete, growing: where another
+        prompt that begins with the same messages may take up what was computed.
 
         `grammar` is what `self.grammar(params)` gave; None compiles it here.
 
@@ -82,6 +87,7 @@ class Intake:
             ids = self._token_ids(prompt, params)
         self._check_length(len(ids), params)
         self._check_ids(ids, params)
+        ends = _message_ends(message_ends, len(ids))
         if params.n > self.max_sequences:
             raise RequestError(
                 f"n is {params.n}, this engine holds at most {self.max_sequences} outputs at a time: lower n",
@@ -100,7 +106,7 @@ class Intake:
         tokens = np.asarray(ids, np.int32)
         base = params.seed if params.seed is not None else int.from_bytes(os.urandom(SEED_BITS // 8), "little")
         grammar = grammar or self.grammar(params)
-        request.sequences = [self._sequence(request, index, base, tokens, grammar) for index in range(params.n)]
+        request.sequences = [self._sequence(request, index, base, tokens, grammar, ends) for index in range(params.n)]
         return request
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
@@ -129,7 +135,13 @@ class Intake:
         return self.grammars.pool.submit(self.grammar, params)
 
     def _sequence(
-        self, request: Request, index: int, base_seed: int, tokens: np.ndarray, grammar: Grammar | None
+        self,
+        request: Request,
+        index: int,
+        base_seed: int,
+        tokens: np.ndarray,
+        grammar: Grammar | None,
+        message_ends: tuple[int, ...],
     ) -> Sequence:
         params = request.params
         room = self.max_context - len(tokens)
@@ -139,6 +151,7 @@ class Intake:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_token_ids=frozenset(stop_ids),
             scored=params.prompt_logprobs is not None and index == 0,  # one sequence scores for all
+            message_ends=message_ends,
             constraints=_constraints(params),
         )
         return Sequence(
@@ -205,6 +218,23 @@ class Intake:
         except OverflowError:
             return False
         return not len(values) or bool(values.min() >= 0 and values.max() < self.vocab_size)
+
+
+def _message_ends(given: SequenceOf[int], prompt_len: int) -> tuple[int, ...]:
+    """As the scheduler wants them.
+
+    Raises:
+        RequestError: Not growing integers of 1 to the prompt's length.
+    """
+    ends = tuple(given)
+    integers = all(_is_integer_type(type(end)) for end in ends)
+    if not integers or not all(a < b for a, b in itertools.pairwise((0, *ends, prompt_len + 1))):
+        raise RequestError(
+            f"message_ends must be growing integers from 1 to {prompt_len}, the tokens of the prompt, got {ends!r}",
+            param="message_ends",
+            code="invalid_value",
+        )
+    return tuple(int(end) for end in ends)
 
 
 def _constraints(params: SamplingParams) -> Constraint:

@@ -159,7 +159,7 @@ class LLM:
 
         Args:
             prompts: A prompt or a list of them. A prompt is text, token ids, or a mapping with
-                "prompt" or "prompt_token_ids".
+                "prompt" or "prompt_token_ids", and perhaps "message_ends" (see `Intake.request`).
             sampling_params: For all prompts, or one each.
             use_tqdm: Show a progress bar (vLLM's name for it).
 
@@ -202,6 +202,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, kind: OutputKind, sink: _QueueSink) -> Request:
         value, text = _prompt_value(prompt)
+        ends = (prompt.get("message_ends") or ()) if isinstance(prompt, Mapping) else ()
         return self._assembly.intake.request(
             value,
             dataclasses.replace(params, output_kind=kind),
@@ -209,6 +210,7 @@ class LLM:
             sink=sink,
             arrival_ns=time.monotonic_ns(),
             text=text,
+            message_ends=ends,
         )
 
     def chat(

@@ -54,5 +54,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # first entry None, as in vLLM
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None  # prompt tokens restored, not computed; None without prefix caching, or before
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)

@@ -167,6 +167,7 @@ class Request:
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sent_prompt_logprobs: bool = False
+    num_cached_tokens: int | None = None  # of its first output, when it was first given a slot
 
     @property
     def is_finished(self) -> bool:
@@ -202,5 +203,6 @@ class Request:
             outputs=outputs,
             finished=self.is_finished,
             prompt_logprobs=scored,
+            num_cached_tokens=self.num_cached_tokens,
             metrics=dataclasses.replace(self.metrics),
         )

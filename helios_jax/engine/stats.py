@@ -49,6 +49,44 @@ class Totals:
         return self.arrived == ended + self.active
 
 
+# Why less than what could have been shared was restored; see `engine.prefixes`.
+CUT_REASONS = ("no_state", "evicted", "too_short")
+
+
+@dataclasses.dataclass
+class CheckpointStats:
+    """Reuse of prefixes; totals but for the gauges at the end. All 0 in an engine without state rows.
+
+    Attributes:
+        hits, misses: Admissions that restored a checkpoint, and that found none. Those of preempted requests
+            that come back are not counted.
+        queried_tokens: Prompt tokens of those admissions. `hit_tokens`: of them, those that were restored.
+        cuts: Admissions that restored less than the prompt shares with earlier ones, by reason: "no_state", no
+            state was taken at that point; "evicted", it was, and gave way since; "too_short", the shared
+            part ends before the first state.
+        cut_tokens: Shared prompt tokens that were computed again therefore, by the same reasons.
+        snapshots, restores: Copies that completed.
+        evictions: Checkpoints that gave way: their rows or pages were needed, or the device state was lost.
+        rows_total, rows_used: State rows of the device, and those that hold a checkpoint or wait for one.
+        published: Checkpoints that could be restored now.
+        pages_held: Pages of the pool that checkpoints alone keep.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    cuts: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(CUT_REASONS, 0))
+    cut_tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(CUT_REASONS, 0))
+    snapshots: int = 0
+    restores: int = 0
+    evictions: int = 0
+    rows_total: int = 0
+    rows_used: int = 0
+    published: int = 0
+    pages_held: int = 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A snapshot for metrics.
@@ -60,6 +98,7 @@ class EngineStats:
         scheduler: The scheduler's counters, under the specification's names.
         compiles_after_ready: XLA compilations since the core was ready; must stay 0.
         rounds: Totals of speculative programs by (source, lane width).
+        checkpoints: Reuse of prefixes.
     """
 
     running: int
@@ -72,6 +111,7 @@ class EngineStats:
     scheduler: Any
     compiles_after_ready: int
     rounds: Mapping[tuple[str, int], RoundCounts] = dataclasses.field(default_factory=dict)
+    checkpoints: CheckpointStats = dataclasses.field(default_factory=CheckpointStats)
 
     @property
     def requests_total(self) -> dict[str, int]:

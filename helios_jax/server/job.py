@@ -82,7 +82,7 @@ class Tally:
             record.completion_tokens += len(choice.token_ids)
             if choice.finish_reason is not None:
                 record.finish_reasons.append(choice.finish_reason)
-        self._cached[prompt_index] = output.num_cached_tokens
+        self._cached[prompt_index] = output.num_cached_tokens or 0
         self._note_times(output.metrics)
 
     def _note_times(self, times: RequestMetrics) -> None:

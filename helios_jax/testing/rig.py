@@ -59,6 +59,7 @@ class EngineRig:
         request_id: str | None = None,
         *,
         kind: OutputKind = OutputKind.DELTA,
+        message_ends: tuple[int, ...] = (),
         **params: Any,
     ) -> str:
         """Build and submit a request; `params` of `SamplingParams`, greedy unless told otherwise."""
@@ -66,7 +67,12 @@ class EngineRig:
         settings = SamplingParams(**({"temperature": 0.0} | params), output_kind=kind)
         name = request_id or f"r{self._count}"
         request = self.assembly.intake.request(
-            prompt, settings, request_id=name, sink=self, arrival_ns=self.engine.clock()
+            prompt,
+            settings,
+            request_id=name,
+            sink=self,
+            arrival_ns=self.engine.clock(),
+            message_ends=message_ends,
         )
         self.engine.board.submit(request)
         return name

@@ -143,3 +143,18 @@ def test_every_kind_of_ids_becomes_python_integers(rig: EngineRig, prompt: Any) 
 def test_arrays_of_other_shapes_and_types_are_refused(rig: EngineRig, prompt: Any) -> None:
     with pytest.raises(RequestError, match="a string or a list of token ids"):
         rig.submit(prompt)
+
+
+def test_message_ends_reach_every_output(rig: EngineRig) -> None:
+    request = rig.assembly.intake.request(
+        [1, 2, 3], SamplingParams(n=2), request_id="r", sink=rig, arrival_ns=0, message_ends=[np.int64(1), 3]
+    )
+    assert [sequence.spec.message_ends for sequence in request.sequences] == [(1, 3)] * 2
+    assert {type(end) for end in request.sequences[0].spec.message_ends} == {int}
+
+
+@pytest.mark.parametrize("ends", [(0, 2), (2, 2), (2, 1), (4,), (-1,), (1.0,), (True,), ("1",)])
+def test_message_ends_that_are_none_are_refused(rig: EngineRig, ends: Any) -> None:
+    with pytest.raises(RequestError, match="message_ends must be growing integers from 1 to 3") as caught:
+        rig.submit([1, 2, 3], message_ends=ends)
+    assert caught.value.param == "message_ends"
