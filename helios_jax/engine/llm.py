@@ -236,17 +236,15 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> dict[str, Any]:
-        """The prompt that `chat` makes of a conversation: its token ids and text."""
-        from helios_jax.text.template import encode_chat, render_chat
+        """The prompt that `chat` makes of a conversation: its token ids, its text, and where its messages end."""
+        from helios_jax.text.conversation import encode_conversation
         from helios_jax.text.tools import adapt
 
         if template_options.get("tools"):
             messages, tools = adapt(self.tokenizer, messages, template_options["tools"])
             template_options |= {"tools": tools}
-        return {
-            "prompt_token_ids": encode_chat(self.tokenizer, messages, **template_options),
-            "prompt": render_chat(self.tokenizer, messages, **template_options),
-        }
+        made = encode_conversation(self.tokenizer, messages, **template_options)
+        return {"prompt_token_ids": made.token_ids, "prompt": made.text, "message_ends": made.message_ends}
 
     def _run(self, requests: list[Request], sink: _QueueSink, advance: Any) -> list[RequestOutput]:
         """Keep slots and queue full until every request has ended."""

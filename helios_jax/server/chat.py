@@ -34,7 +34,7 @@ from helios_jax.server.replies import (
 )
 from helios_jax.server.structured import structured_outputs
 from helios_jax.server.toolset import template_calls, tool_set
-from helios_jax.text.template import encode_chat
+from helios_jax.text.conversation import Conversation, encode_conversation
 from helios_jax.text.tool_parser import CallParser, Piece
 from helios_jax.text.tools import OPEN, adapt
 
@@ -116,8 +116,8 @@ async def encode_messages(
     add_generation_prompt: bool,
     template_kwargs: dict[str, Any] | None,
     tools: Sequence[dict[str, Any]] = (),
-) -> list[int]:
-    """Ids of a conversation through the model's template.
+) -> Conversation:
+    """A conversation through the model's template.
 
     Raises:
         RequestError: A message, a template argument, or the template itself refuses.
@@ -144,12 +144,12 @@ async def encode_messages(
 
 def _encode(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], options: dict[str, Any]
-) -> list[int]:
+) -> Conversation:
     has_tools = tools or any("tool_calls" in m or m["role"] == "tool" for m in messages)
     if not has_tools:
-        return encode_chat(tokenizer, messages, **options)
+        return encode_conversation(tokenizer, messages, **options)
     adapted, told = adapt(tokenizer, messages, tools)
-    return encode_chat(tokenizer, adapted, tools=told, **options)
+    return encode_conversation(tokenizer, adapted, tools=told, **options)
 
 
 async def parse_chat(body: bytes, context: ServerContext, answer_id: str) -> Job:
@@ -171,7 +171,7 @@ async def parse_chat(body: bytes, context: ServerContext, answer_id: str) -> Job
     tools = await context.offload(len(body), tool_set, request, structured_outputs(request))
     params = sampling_params(request, max_tokens=asked, logprobs=top if request.logprobs else None, form=tools.form)
     check_choices(context, 1, params.n)
-    ids = await encode_messages(
+    conversation = await encode_messages(
         context, request.messages, request.add_generation_prompt, request.chat_template_kwargs, tools.told
     )
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -182,7 +182,7 @@ async def parse_chat(body: bytes, context: ServerContext, answer_id: str) -> Job
         writer.new_parser = lambda: CallParser(tools.callable, bare=tools.bare)
         if is_special(context.engine.tokenizer, OPEN):
             params.skip_special_tokens = False  # the tags would be missing from the text
-    return Job([ids], params, writer, bool(request.stream), include_usage)
+    return Job([conversation.token_ids], params, writer, bool(request.stream), include_usage, conversation.message_ends)
 
 
 def is_special(tokenizer: TokenizerLike, text: str) -> bool:

@@ -46,7 +46,9 @@ async def engine_outputs(
 
     def source(index: int) -> Source:
         name = answer_id if len(job.prompts) == 1 else f"{answer_id}-{index}"
-        return lambda: engine.generate(job.prompts[index], job.params, request_id=name, arrival_ns=arrival_ns)
+        return lambda: engine.generate(
+            job.prompts[index], job.params, request_id=name, arrival_ns=arrival_ns, message_ends=job.message_ends
+        )
 
     if len(job.prompts) == 1:
         async with aclosing(source(0)()) as outputs:  # type: ignore[type-var]

@@ -65,6 +65,8 @@ class EngineLike(Protocol):
         params: SamplingParams,
         request_id: str | None = None,
         arrival_ns: int | None = None,
+        *,
+        message_ends: Sequence[int] = (),
     ) -> AsyncIterator[RequestOutput]: ...
 
     def health(self) -> HealthLike: ...

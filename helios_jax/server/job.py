@@ -28,13 +28,18 @@ class Writer(Protocol):
 
 @dataclass
 class Job:
-    """A request ready to run: prompts as ids, all with the same sampling parameters."""
+    """A request ready to run: prompts as ids, all with the same sampling parameters.
+
+    Attributes:
+        message_ends: Of a conversation, the only prompt then: see `text.conversation`.
+    """
 
     prompts: list[list[int]]
     params: SamplingParams
     writer: Writer
     stream: bool
     include_usage: bool
+    message_ends: tuple[int, ...] = ()
 
     @property
     def num_choices(self) -> int:

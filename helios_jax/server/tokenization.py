@@ -22,9 +22,10 @@ async def tokenize(body: bytes, context: ServerContext) -> TokenizeResponse:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", param="prompt", code="invalid_value")
     if request.messages is not None:
-        ids = await encode_messages(
+        conversation = await encode_messages(
             context, request.messages, request.add_generation_prompt, request.chat_template_kwargs
         )
+        ids = conversation.token_ids
     else:
         text = request.prompt or ""
         ids = await context.offload(

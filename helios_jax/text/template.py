@@ -23,7 +23,6 @@ from helios_jax.errors import CheckpointError, RequestError
 
 TOOL_TEMPLATE = "tool_use"  # the name of the template that is used when tools are given, if there is one
 MAX_TEMPLATES = 32  # compiled templates kept
-MAX_WHOLE_ENCODES = 8  # of `message_ends`, where a message cannot be encoded by itself
 Message = Mapping[str, Any]
 
 
@@ -123,56 +122,15 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message], **options: Any) -> 
     Raises:
         RequestError: As `render_chat`.
     """
-    return _encode_rendered(tokenizer, render_chat(tokenizer, messages, **options))
+    return encode_rendered(tokenizer, render_chat(tokenizer, messages, **options))
 
 
-def message_ends(tokenizer: Any, messages: Sequence[Message], **options: Any) -> tuple[int, ...]:
-    """Where complete messages end in `encode_chat(tokenizer, messages, **options)`, as numbers of tokens.
-
-    A place is given only if the ids before it are those of the conversation up to there, so that
-    state kept there serves every continuation. Templates that treat the last message differently, or
-    tokens that reach over the end of a message, leave places out.
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a rendered template. Templates of some models write BOS themselves, those of others leave it out.
 
     Raises:
-        RequestError: As `render_chat`, for the whole conversation.
+        RequestError: The text is not valid Unicode (param "messages").
     """
-    whole = render_chat(tokenizer, messages, **options)
-    ids = _encode_rendered(tokenizer, whole)
-    ends: list[int] = []
-    done_chars = 0
-    encodes_left = MAX_WHOLE_ENCODES
-    for count in range(1, len(messages) + 1):
-        text = _prefix(tokenizer, messages[:count], options)
-        if text is None or len(text) <= done_chars or not whole.startswith(text):
-            continue
-        start = ends[-1] if ends else 0
-        part = _encode_part(tokenizer, text[done_chars:], first=not ends)
-        if ids[start : start + len(part)] != part:
-            if not encodes_left:
-                break
-            encodes_left -= 1
-            part, start = _encode_rendered(tokenizer, text), 0
-            if ids[: len(part)] != part:
-                continue
-        ends.append(start + len(part))
-        done_chars = len(text)
-    return tuple(ends)
-
-
-def _prefix(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str | None:
-    """The text of the first messages, None where the template refuses them by themselves."""
-    try:
-        return render_chat(tokenizer, messages, **{**options, "add_generation_prompt": False})
-    except RequestError:
-        return None
-
-
-def _encode_part(tokenizer: Any, text: str, first: bool) -> list[int]:
-    return _encode_rendered(tokenizer, text) if first else tokenizer.encode(text, add_special_tokens=False)
-
-
-def _encode_rendered(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a rendered template. Templates of some models write BOS themselves, those of others leave it out."""
     try:
         ids = tokenizer.encode(text, add_special_tokens=False)
     except RequestError as error:

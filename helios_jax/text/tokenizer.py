@@ -104,6 +104,14 @@ class Tokenizer:
             return ids[1:]
         return ids
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """(start, end) in characters of each token of `encode(text, add_special_tokens=False)`.
+
+        Tokens that share a character have its span; spaces at the edges may be left out of a token's span.
+        """
+        spans: list[tuple[int, int]] = self._backend.encode(text, add_special_tokens=False).offsets
+        return spans
+
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that a token stands for; of an added token its text, of an id without a token b""."""
         found = self._bytes.get(token_id)

@@ -86,6 +86,7 @@ class ScriptedEngine:
         self.model_name, self.max_context, self.vocab_size = "fake", 128, 260
         self.health_now = EngineHealth(True, True, "")
         self.closed = 0
+        self.asked: list[tuple[list[int], tuple[int, ...]]] = []  # prompts, and where messages end in them
         self._outputs = outputs
 
     async def generate(
@@ -94,7 +95,10 @@ class ScriptedEngine:
         params: SamplingParams,
         request_id: str | None = None,
         arrival_ns: int | None = None,
+        *,
+        message_ends: Sequence[int] = (),
     ) -> AsyncIterator[RequestOutput]:
+        self.asked.append((list(prompt), tuple(message_ends)))  # type: ignore[arg-type]
         try:
             async for output in self._outputs(request_id or "", params):
                 yield output

@@ -77,6 +77,24 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert len(llm.chat([conversation, conversation], GREEDY)) == 2
 
 
+def test_the_scheduler_is_told_where_messages_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    board, told = llm._assembly.engine.board, []
+    submit = board.submit
+
+    def spy(request: Any) -> None:
+        told.append([sequence.spec.message_ends for sequence in request.sequences])
+        submit(request)
+
+    monkeypatch.setattr(board, "submit", spy)
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    llm.chat(conversation, SamplingParams(temperature=0, max_tokens=2, n=2))
+    list(llm.stream(llm.chat_prompt(conversation[:1]), GREEDY))
+    llm.generate("hi", GREEDY)
+    user = 3 + len("user\nhi\n")  # <bos>, and the two tokens around a message
+    both = user + 2 + len("assistant\nyo\n")
+    assert told == [[(user, both)] * 2, [(user,)], [()]]
+
+
 def test_stream_gives_deltas_and_leaving_it_cancels(llm: LLM) -> None:
     pieces = [output.outputs[0].text for output in llm.stream("ab", GREEDY)]
     assert len(pieces) == 4

@@ -217,3 +217,32 @@ async def test_an_output_aborted_by_the_engine_is_no_success() -> None:
         error_of(await client.post(CHAT, json=chat_body()), 503)
         *_, last = events((await client.post(CHAT, json=chat_body(stream=True))).text)
     assert last["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@async_test
+async def test_the_engine_is_told_where_messages_end(stream: bool) -> None:
+    async def outputs(request_id: str, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        yield one_output(request_id, "yes", finish="stop")
+
+    engine = ScriptedEngine(outputs)
+    messages = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "who?"))]
+    async with client_for(engine) as client:
+        chat = {"messages": messages, "stream": stream}
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=chat | {"tools": tools})).status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": "abc", "stream": stream})).status_code == 200
+    texts = [ByteTokenizer().decode(ids, skip_special_tokens=False) for ids, _ in engine.asked]
+    cuts = [
+        ByteTokenizer().decode(ids[a:b], skip_special_tokens=False)
+        for ids, ends in engine.asked
+        for a, b in zip((0, *ends), ends, strict=False)
+    ]
+    plain, told, completion = texts
+    assert plain == f"{cuts[0]}{cuts[1]}<|im_start|>assistant\n"
+    assert cuts[:2] == ["<bos><|im_start|>system\ns<|im_end|>\n", "<|im_start|>user\nwho?<|im_end|>\n"]
+    assert told == f"{cuts[2]}{cuts[3]}<|im_start|>assistant\n"
+    assert "add" in cuts[2]  # the tools are told in the system message
+    assert cuts[3] == cuts[1]
+    assert (completion, cuts[4:]) == ("abc", [])

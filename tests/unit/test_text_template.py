@@ -1,4 +1,4 @@
-"""Chat templates: the names they may use, exactly one BOS, errors, ends of messages (T3)."""
+"""Chat templates: the names they may use, exactly one BOS, errors (T3)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 
 from helios_jax.errors import RequestError
 from helios_jax.testing import ByteTokenizer
-from helios_jax.text.template import encode_chat, message_ends, render_chat
+from helios_jax.text.template import encode_chat, render_chat
 from helios_jax.text.tokenizer import load_tokenizer
 from tests.unit.text_toy import GOLDEN
 
 USER = {"role": "user", "content": "hi"}
-TALK = [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "yo"}, USER]
 
 
 def rendered(template: str, messages: list[Any] | None = None, **options: Any) -> str:
@@ -107,31 +106,3 @@ def test_template_by_name_and_for_tools() -> None:
     assert render_chat(tokenizer, [USER], tools) == render_chat(tokenizer, [USER], tools, template="tool_use")
     assert render_chat(tokenizer, [USER], tools) != render_chat(tokenizer, [USER], tools, template="default")
     assert render_chat(tokenizer, [USER]) == render_chat(tokenizer, [USER], template="default")
-
-
-def ends_by_trying(tokenizer: Any, messages: list[Any]) -> tuple[int, ...]:
-    """Every conversation that is cut after a message, encoded by itself and compared."""
-    ids = encode_chat(tokenizer, messages)
-    cuts = [encode_chat(tokenizer, messages[:n], add_generation_prompt=False) for n in range(1, len(messages) + 1)]
-    return tuple(len(cut) for cut in cuts if ids[: len(cut)] == cut)
-
-
-@pytest.mark.parametrize("kind", ["byte_level", "headers", "byte_fallback", "unigram"])
-def test_ends_of_messages(kind: str) -> None:
-    tokenizer = load_tokenizer(GOLDEN / f"text_{kind}")
-    assert message_ends(tokenizer, TALK) == ends_by_trying(tokenizer, TALK)
-    assert len(message_ends(tokenizer, TALK)) >= 3
-
-
-def test_ends_where_the_template_refuses_beginnings() -> None:
-    template = (
-        "{% if messages | length < 2 %}{{ raise_exception('too few') }}{% endif %}"
-        "{% for m in messages %}{{ m.content }};{% endfor %}"
-    )
-    messages = [{"content": c} for c in ("ab", "c", "d")]
-    assert message_ends(ByteTokenizer(), messages, template=template) == (5, 7)
-
-
-def test_a_template_that_rewrites_earlier_messages_gives_no_ends_there() -> None:
-    template = "{% for m in messages %}{{ m.content if loop.last else '-' }};{% endfor %}"
-    assert message_ends(ByteTokenizer(), [{"content": "ab"}, {"content": "cd"}], template=template) == (5,)
