@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     inspect = command("inspect", _inspect, "show the programs of a prepared core")
     inspect.add_argument("core", type=Path, metavar="CORE", help="directory of the core")
 
-    chat = command("chat", _chat, "chat in the terminal, without a server (/exit leaves, Ctrl-C ends an answer)")
+    chat = command("chat", _chat, "chat in the terminal, without a server (/exit leaves, /stats says what was reused)")
     chat.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
     chat.add_argument("--system", metavar="TEXT", help="system message")
     _add_core_options(chat)

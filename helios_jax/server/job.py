@@ -88,6 +88,7 @@ class Tally:
             if choice.finish_reason is not None:
                 record.finish_reasons.append(choice.finish_reason)
         self._cached[prompt_index] = output.num_cached_tokens or 0
+        record.cached_tokens = sum(self._cached.values())
         self._note_times(output.metrics)
 
     def _note_times(self, times: RequestMetrics) -> None:
@@ -111,4 +112,4 @@ class Tally:
         steps = record.completion_tokens / self._num_choices - 1
         if steps > 0 and self._last_token_ns > record.first_token_ns > 0:
             self._metrics.per_token((self._last_token_ns - record.first_token_ns) / NS_PER_S / steps)
-        return usage_of(record.prompt_tokens, record.completion_tokens, sum(self._cached.values()))
+        return usage_of(record.prompt_tokens, record.completion_tokens, record.cached_tokens)

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from helios_jax.engine.stats import CheckpointStats
 from helios_jax.server.record import Outcome, RequestRecord
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class EngineCollector(Collector):
             return
         stats = engine.stats()
         yield from engine_families(stats)
+        yield from checkpoint_families(stats.checkpoints)
         yield from scheduler_families(stats.scheduler)
         yield from round_families(getattr(stats, "rounds", {}))
 
@@ -171,6 +173,38 @@ def engine_families(stats: Any) -> Iterator[Metric]:
             outcomes.add_metric((outcome,), count)
     yield outcomes
     yield GaugeMetricFamily("helios_engine_requests_active", "Engine requests not ended.", value=totals.active)
+
+
+def checkpoint_families(stats: CheckpointStats) -> Iterator[Metric]:
+    """Reuse of prefixes: `helios_prefix_cache_*` in tokens, as vLLM counts them, and what becomes of checkpoints."""
+    counters = {
+        "helios_prefix_cache_queries": ("Prompt tokens that were looked up.", stats.queried_tokens),
+        "helios_prefix_cache_hits": ("Prompt tokens restored instead of computed.", stats.hit_tokens),
+        "helios_checkpoint_snapshots": ("Complete states that were copied into state rows.", stats.snapshots),
+        "helios_checkpoint_restores": ("Complete states that were copied into slots.", stats.restores),
+        "helios_checkpoint_evictions": ("Checkpoints that gave way or were lost.", stats.evictions),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(name, text, value=value)
+    results = {"hit": stats.hits, "miss": stats.misses}
+    labelled = {
+        "requests": ("result", "Sequences admitted, by whether a checkpoint was restored.", results),
+        "cuts": ("reason", "Sequences that shared more with earlier prompts than was restored.", stats.cuts),
+        "cut_tokens": ("reason", "Shared prompt tokens that were computed again.", stats.cut_tokens),
+    }
+    for name, (label, text, values) in labelled.items():
+        family = CounterMetricFamily(f"helios_prefix_cache_{name}", text, labels=(label,))
+        for of, count in values.items():
+            family.add_metric((of,), count)
+        yield family
+    gauges = {
+        "helios_state_rows_total": ("Rows of the device for complete states.", stats.rows_total),
+        "helios_state_rows_used": ("State rows that hold a checkpoint or wait for one.", stats.rows_used),
+        "helios_checkpoints": ("Checkpoints that could be restored.", stats.published),
+        "helios_checkpoint_pages": ("Cache pages that only checkpoints keep.", stats.pages_held),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(name, text, value=value)
 
 
 def scheduler_families(counters: Any) -> Iterator[Metric]:

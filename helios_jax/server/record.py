@@ -37,6 +37,7 @@ class RequestRecord:
     outcome: Outcome | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     first_token_ns: int = 0
 
@@ -56,6 +57,8 @@ class RequestRecord:
             outcome = self.outcome.value if self.outcome else "?"
             parts += [f"outcome={outcome}", f"prompt_tokens={self.prompt_tokens}"]
             parts.append(f"completion_tokens={self.completion_tokens}")
+            if self.cached_tokens:
+                parts.append(f"cached_tokens={self.cached_tokens}")
             if self.finish_reasons:
                 parts.append(f"finish={','.join(self.finish_reasons)}")
             if self.first_token_ns:

@@ -14,7 +14,7 @@ import httpx
 from helios_jax.engine.heartbeat import EngineHealth
 from helios_jax.engine.outputs import CompletionOutput, RequestOutput
 from helios_jax.engine.params import SamplingParams
-from helios_jax.engine.stats import EngineStats, Totals
+from helios_jax.engine.stats import CheckpointStats, EngineStats, Totals
 from helios_jax.server.app import create_app
 from helios_jax.testing import ByteTokenizer, fake_async_llm
 
@@ -86,6 +86,7 @@ class ScriptedEngine:
         self.model_name, self.max_context, self.vocab_size = "fake", 128, 260
         self.health_now = EngineHealth(True, True, "")
         self.closed = 0
+        self.checkpoints = CheckpointStats()
         self.asked: list[tuple[list[int], tuple[int, ...]]] = []  # prompts, and where messages end in them
         self._outputs = outputs
 
@@ -119,4 +120,5 @@ class ScriptedEngine:
             requests=Totals(),
             scheduler={},
             compiles_after_ready=0,
+            checkpoints=self.checkpoints,
         )

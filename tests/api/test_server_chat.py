@@ -220,6 +220,30 @@ async def test_an_output_aborted_by_the_engine_is_no_success() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@async_test
+async def test_usage_says_what_was_reused(path: str, stream: bool) -> None:
+    """Of several prompts the sum; of outputs in several deltas what the last one says; None counts as nothing."""
+    reused = {"0": [None, 3], "1": [4, 4], "": [5, 6], "2": [None, None]}
+
+    async def outputs(request_id: str, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        _, _, index = request_id.partition("-")[2].partition("-")
+        for number, cached in enumerate(reused[index]):
+            output = one_output(request_id, "ab"[number], finish=[None, "stop"][number])
+            output.num_cached_tokens = cached
+            if stream or output.finished:
+                yield output
+
+    body = chat_body() if path == CHAT else {"prompt": ["abc", "de", "f"]}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    async with client_for(ScriptedEngine(outputs)) as client:
+        answer = await client.post(path, json=body)
+    usage = (events(answer.text)[-1] if stream else answer.json())["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 6 if path == CHAT else 7}
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @async_test
 async def test_the_engine_is_told_where_messages_end(stream: bool) -> None:
     async def outputs(request_id: str, params: SamplingParams) -> AsyncIterator[RequestOutput]:

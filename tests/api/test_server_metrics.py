@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from helios_jax.engine.outputs import RequestOutput
+from helios_jax.engine.params import SamplingParams
+from helios_jax.engine.stats import CheckpointStats
 from helios_jax.server.metrics import SCHEDULER_GAUGES
 from helios_jax.testing import Gate
-from tests.api.server_kit import async_test, chat_body, fake_client
+from tests.api.server_kit import ScriptedEngine, async_test, chat_body, client_for, fake_client, one_output
 
 TEXT = "/v1/completions"
 
@@ -112,6 +116,42 @@ async def test_scheduler_counters_have_the_names_of_the_specification() -> None:
     gauges = {name.removeprefix("flare_scheduler_") for name, kind in text_types.items() if kind == "gauge"}
     assert gauges == SCHEDULER_GAUGES
     assert set(text_types.values()) == {"counter", "gauge"}
+
+
+@async_test
+async def test_reuse_of_prefixes() -> None:
+    """Tokens under vLLM's names, why matches were cut by reason, and checkpoints come and go."""
+    stats = CheckpointStats(hits=1, misses=2, queried_tokens=30, hit_tokens=4, snapshots=5, restores=6, evictions=7,
+                            rows_total=8, rows_used=3, published=2, pages_held=9)  # fmt: skip
+    stats.cuts["evicted"], stats.cut_tokens["evicted"] = 10, 11
+
+    async def outputs(request_id: str, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        yield one_output(request_id)
+
+    engine = ScriptedEngine(outputs)
+    engine.checkpoints = stats
+    async with client_for(engine) as client:
+        samples = await scrape(client)
+    prefixes = ("helios_prefix_", "helios_checkpoint", "helios_state_")
+    assert {name: value for name, value in samples.items() if name.startswith(prefixes)} == {
+        "helios_prefix_cache_queries_total": 30,
+        "helios_prefix_cache_hits_total": 4,
+        "helios_prefix_cache_requests_total{result=hit}": 1,
+        "helios_prefix_cache_requests_total{result=miss}": 2,
+        "helios_prefix_cache_cuts_total{reason=no_state}": 0,
+        "helios_prefix_cache_cuts_total{reason=evicted}": 10,
+        "helios_prefix_cache_cuts_total{reason=too_short}": 0,
+        "helios_prefix_cache_cut_tokens_total{reason=no_state}": 0,
+        "helios_prefix_cache_cut_tokens_total{reason=evicted}": 11,
+        "helios_prefix_cache_cut_tokens_total{reason=too_short}": 0,
+        "helios_checkpoint_snapshots_total": 5,
+        "helios_checkpoint_restores_total": 6,
+        "helios_checkpoint_evictions_total": 7,
+        "helios_checkpoint_pages": 9,
+        "helios_checkpoints": 2,
+        "helios_state_rows_total": 8,
+        "helios_state_rows_used": 3,
+    }
 
 
 @async_test

@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helios_jax.cli import core_options, engine_config, main, parser
 from helios_jax.engine.llm import LLM
+from helios_jax.engine.outputs import CompletionOutput, RequestOutput
 from helios_jax.engine.params import SamplingParams
+from helios_jax.engine.stats import CheckpointStats
 from helios_jax.repl import Repl
 from helios_jax.testing import ByteTokenizer, fake_core, scripted
 
@@ -141,3 +145,47 @@ def test_chat_streams_keeps_the_conversation_and_survives_ctrl_c() -> None:
         assert llm.stats().requests_total["cancelled"] <= 1
     assert "ans [cancelled]" in written.getvalue()
     assert [m["content"] for m in repl.messages] == ["be nice", "again", "answer"]
+
+
+class ScriptedLLM:
+    """Answers "yes", one character at a time; of every prompt all but 5 tokens were reused."""
+
+    model_name = "scripted"
+
+    def __init__(self, stats: CheckpointStats) -> None:
+        self.checkpoints = stats
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        return {"prompt": "".join(message["content"] for message in messages)}
+
+    def stream(self, prompt: dict[str, Any], params: SamplingParams) -> Iterator[RequestOutput]:
+        ids = list(prompt["prompt"].encode())
+        cached = len(ids) - 5 if self.checkpoints.rows_total else None
+        for character in "yes":
+            yield RequestOutput("r", None, ids, [CompletionOutput(0, character, [1])], False, None, cached)
+
+    def stats(self) -> Any:
+        return self
+
+
+def chat_with(llm: ScriptedLLM, *lines: str) -> str:
+    asked, out = iter([*lines, "/exit"]), io.StringIO()
+    Repl(llm, SamplingParams(), ask=lambda _: next(asked), out=out).run()
+    return out.getvalue().partition("\n")[2]
+
+
+def test_chat_shows_what_was_reused() -> None:
+    stats = CheckpointStats(queried_tokens=50, hit_tokens=40, snapshots=3, restores=2, rows_total=4, rows_used=2,
+                            published=1, evictions=5)  # fmt: skip
+    stats.cut_tokens |= {"no_state": 6, "evicted": 7}
+    assert chat_with(ScriptedLLM(stats), "hello", "again", "/stats") == (
+        "yes\n[prompt of 5 tokens, 0 reused]\n"
+        "yes\n[prompt of 13 tokens, 8 reused]\n"
+        "40 of 50 prompt tokens reused; shared but computed again: 6 no state, 7 evicted\n"
+        "1 checkpoints in 2 of 4 state rows; 3 taken, 2 restored, 5 given up\n"
+    )
+
+
+def test_chat_without_checkpoints_says_nothing_of_them() -> None:
+    told = chat_with(ScriptedLLM(CheckpointStats()), "hello", "/stats")
+    assert told == "yes\nthis core keeps no checkpoints\n"

@@ -73,9 +73,10 @@ def test_the_one_bos_is_counted() -> None:
 def test_reasoning_that_is_dropped_later() -> None:
     """As Qwen3's template: reasoning stays only behind the last question."""
     template = (
-        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}({{ m.content if loop.index0 > ns.last or m.role == 'user' else"
-        " m.content.split('</think>')[-1] }}){% endfor %}"
+        "{% set ns = namespace(last=0) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}({% if loop.index0 > ns.last or m.role == 'user' %}{{ m.content }}"
+        "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}){% endfor %}"
     )
     roles = ("user", "assistant", "user", "assistant")
     texts = ("q", "<think>x</think>a", "r", "<think>y</think>b")
