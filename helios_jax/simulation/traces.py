@@ -28,7 +28,7 @@ import os.path
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,7 @@ POISSON = "poisson:"
 PROMPT_MEDIAN, PROMPT_SIGMA, MAX_PROMPT = 512.0, 1.0, 8192
 OUTPUT_MEDIAN, OUTPUT_SIGMA, MAX_OUTPUT = 128.0, 0.8, 2048
 MOONCAKE_GRID_S = 3.0
+BLOCK_TOKENS = 512  # of a Mooncake hash id
 SYNTHETIC_CLIENTS = 8  # of traces that name none: client k sends a share proportional to 1/k
 MAX_REQUESTS = 2_000_000  # about 1 KB each
 MAX_LENGTH = 2**31 - 1
@@ -52,6 +53,9 @@ CREDITS = {
 }
 
 
+Blocks = tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
     """Requests in the order of their arrival; columns [n].
@@ -62,6 +66,8 @@ class Trace:
         at_s: float64, seconds since the start of the run, not decreasing.
         prompt_len, output_len: int64, at least 1.
         client: int64, who sent it, from 0.
+        blocks: Of every prompt the ids of its blocks of `BLOCK_TOKENS` tokens, the last one shorter; prompts whose
+            leading ids are equal share these tokens. One without ids shares nothing; empty if none has any.
     """
 
     name: str
@@ -70,6 +76,7 @@ class Trace:
     prompt_len: np.ndarray
     output_len: np.ndarray
     client: np.ndarray
+    blocks: tuple[Blocks, ...] = ()
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -101,7 +108,7 @@ def load_trace(
         raise ConfigError(f"seed must be at least 0, got {seed}")
     window = (start_s, start_s + seconds * speed)
     rng = np.random.default_rng(seed)
-    kind, at_s, prompt_len, output_len, client = _columns(source, window, rng, rate)
+    kind, at_s, prompt_len, output_len, client, blocks = _columns(source, window, rng, rate)
     if rate is not None and kind != "lengths":
         raise ConfigError(f"{source} has arrival times of its own; the rate belongs to files that have lengths only")
     if start_s and kind in ("lengths", "poisson"):
@@ -114,11 +121,22 @@ def load_trace(
     return Trace(
         name=source, kind=kind, at_s=(at_s[order] - start_s) / speed, prompt_len=prompt_len[order],
         output_len=output_len[order], client=client[order],
+        blocks=tuple(blocks[i] for i in order.tolist()) if blocks else (),
     )  # fmt: skip
 
 
 _Window = tuple[float, float]
-_Columns = tuple[str, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+
+
+class _Columns(NamedTuple):
+    """The rows of a source, in its order; clients and blocks where it names them."""
+
+    kind: str
+    at_s: np.ndarray
+    prompt_len: np.ndarray
+    output_len: np.ndarray
+    client: np.ndarray | None = None
+    blocks: tuple[Blocks, ...] = ()
 
 
 def _columns(source: str, window: _Window, rng: np.random.Generator, rate: float | None) -> _Columns:
@@ -188,7 +206,7 @@ def _azure(path: Path, text: str) -> _Columns:
         return seconds.total_seconds() + float(fraction or 0), int(row[1]), int(row[2])
 
     at_s, prompt, output = _rows(path, text, convert).T
-    return "azure", at_s - at_s.min(), prompt.astype(np.int64), output.astype(np.int64), None
+    return _Columns("azure", at_s - at_s.min(), prompt.astype(np.int64), output.astype(np.int64))
 
 
 def _lengths(path: Path, text: str, window: _Window, rng: np.random.Generator, rate: float | None) -> _Columns:
@@ -197,7 +215,7 @@ def _lengths(path: Path, text: str, window: _Window, rng: np.random.Generator, r
     rows = _rows(path, text, lambda row: (0.0, int(row[0]), int(row[1])))
     at_s = _arrivals(rate, window, rng)
     drawn = rows[rng.integers(0, len(rows), len(at_s))].astype(np.int64)
-    return "lengths", at_s, drawn[:, 1], drawn[:, 2], None
+    return _Columns("lengths", at_s, drawn[:, 1], drawn[:, 2])
 
 
 def _rows(path: Path, text: str, convert: Callable[[list[str]], tuple[float, int, int]]) -> np.ndarray:
@@ -224,12 +242,12 @@ def _positive(row: tuple[float, int, int]) -> tuple[float, int, int]:
 
 def _whole(value: object) -> int:
     if type(value) is not int:
-        raise ValueError(f"a length must be a whole number, not {str(value)[:20]}")
+        raise ValueError(f"a length or an id must be a whole number, not {str(value)[:20]}")
     return value
 
 
 def _mooncake(path: Path, text: str, rng: np.random.Generator) -> _Columns:
-    rows = []
+    rows, blocks = [], []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -237,13 +255,21 @@ def _mooncake(path: Path, text: str, rng: np.random.Generator) -> _Columns:
             entry = json.loads(line)
             row = (entry["timestamp"] / 1000.0, _whole(entry["input_length"]), _whole(entry["output_length"]))
             rows.append(_positive(row))
+            blocks.append(_blocks(entry.get("hash_ids", []), row[1]))
         except KeyError as error:
             raise ConfigError(f"{path}, line {number}: no request ({error} is missing)") from error
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: no request ({error})") from error
     at_s, prompt, output = np.array(rows, np.float64).T
     at_s = at_s + rng.uniform(0.0, MOONCAKE_GRID_S, len(at_s))
-    return "mooncake", at_s, prompt.astype(np.int64), output.astype(np.int64), None
+    return _Columns("mooncake", at_s, prompt.astype(np.int64), output.astype(np.int64), None, tuple(blocks))
+
+
+def _blocks(ids: Any, prompt_len: int) -> Blocks:
+    blocks = tuple(map(_whole, ids))
+    if len(blocks) not in (0, -(-prompt_len // BLOCK_TOKENS)):
+        raise ValueError(f"{len(blocks)} hash_ids do not cover {prompt_len} tokens in blocks of {BLOCK_TOKENS}")
+    return blocks
 
 
 def _servegen(path: Path, text: str, category: str | None, window: _Window, rng: np.random.Generator) -> _Columns:
@@ -263,7 +289,7 @@ def _servegen(path: Path, text: str, category: str | None, window: _Window, rng:
     except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise ConfigError(f"{path}: a client model of {category} is malformed ({error!r})") from error
     at_s, prompt, output, client = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return "servegen", at_s, prompt, output, client
+    return _Columns("servegen", at_s, prompt, output, client)
 
 
 def _client(model: dict[str, Any], number: int, window: _Window, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -314,7 +340,7 @@ def _poisson(rate: float, window: _Window, rng: np.random.Generator) -> _Columns
     at_s = _arrivals(rate, window, rng)
     prompt = _lognormal(PROMPT_MEDIAN, PROMPT_SIGMA, MAX_PROMPT, len(at_s), rng)
     output = _lognormal(OUTPUT_MEDIAN, OUTPUT_SIGMA, MAX_OUTPUT, len(at_s), rng)
-    return "poisson", at_s, prompt, output, None
+    return _Columns("poisson", at_s, prompt, output)
 
 
 def _arrivals(rate: float, window: _Window, rng: np.random.Generator) -> np.ndarray:

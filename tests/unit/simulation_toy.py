@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from helios_jax.simulation.prefixes import Prompt
+from helios_jax.simulation.traces import BLOCK_TOKENS
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -87,3 +91,22 @@ def interpolated(table: dict[str, Any], rows: str, columns: str, row: float, col
     values = np.array(table["ms"])
     by_row = [np.interp(row, table[rows], values[:, j]) for j in range(values.shape[1])]
     return float(np.interp(column, table[columns], by_row))
+
+
+def prefix_prompts(rng: random.Random, count: int) -> list[Prompt]:
+    """Conversations that share a system prompt, go on, fork and repeat; every id stands for one prefix."""
+    ids: dict[tuple[object, ...], int] = {}
+    prompts: list[Prompt] = []
+    for number in range(count):
+        before = rng.choice(prompts) if prompts and rng.random() < 0.6 else Prompt(BLOCK_TOKENS, 0, (0,))
+        whole = before.blocks[: before.length // BLOCK_TOKENS]
+        if rng.random() < 0.1:
+            prompts.append(before)
+            continue
+        kept = whole[: rng.randint(1, len(whole))] if rng.random() < 0.2 else whole
+        length = len(kept) * BLOCK_TOKENS + rng.randint(1, 6 * BLOCK_TOKENS)
+        blocks = list(kept)
+        while len(blocks) * BLOCK_TOKENS < length:
+            blocks.append(ids.setdefault((number, len(blocks)), len(ids) + 1))
+        prompts.append(Prompt(length, rng.randint(1, 600), tuple(blocks)))
+    return prompts
