@@ -7,14 +7,18 @@ import pathlib
 from types import TracebackType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.aot.abi import Dims
 from helios_jax.aot.counters import compile_counter
+from helios_jax.aot.device_state import abstract_state
+from helios_jax.aot.host_copies import compile_host_copies
 from helios_jax.aot.memory import MemoryPlan
 from helios_jax.aot.options import CoreOptions
 from helios_jax.aot.report import ProgramReport, summary
 from helios_jax.aot.runner import DeviceRunner, InFlight
+from helios_jax.errors import ConfigError
 from helios_jax.models.interface import Draft, Model
 from helios_jax.scheduler.catalog import Catalog, ProgramKind, ProgramShape
 from helios_jax.scheduler.types import Limits
@@ -113,6 +117,17 @@ class PreparedCore:
     def reset(self) -> None:
         """Fresh device state after a failure; see `DeviceRunner.reset`. Compiles nothing."""
         self.runner.reset()
+
+    def enable_host_copies(self) -> None:
+        """Compile what copies checkpoints to the host and back (a second or two); before `ready`.
+
+        Raises:
+            ConfigError: The core has no state rows.
+        """
+        if not self.dims.state_rows:
+            raise ConfigError("host_checkpoint_bytes needs a core with state rows: this one keeps no checkpoints")
+        state = abstract_state(self.model, self.dims, jnp.dtype(self.options.dtype), self.draft)
+        self.runner.host_copies = compile_host_copies(state)
 
     def compiles_after_ready(self) -> int:
         """Compilations in this process since the core was ready; anything but 0 is a bug."""

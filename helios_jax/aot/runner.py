@@ -16,13 +16,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from helios_jax.aot.abi import Dims, Layout, control_layout, mask_shape
+from helios_jax.aot.host_copies import Content, HostCopies, Parcel
 from helios_jax.errors import DeviceError, InvariantError
 from helios_jax.scheduler.catalog import ProgramShape
 from helios_jax.scheduler.types import ExecutionTiming
@@ -96,6 +97,7 @@ class DeviceRunner:
         self._params = params
         self._new_state = new_state
         self._dims = dims
+        self.host_copies: HostCopies | None = None  # compiled for cores that are to have them, before `ready`
         self._layouts: dict[ProgramShape, Layout] = {shape: control_layout(shape, dims) for shape in calls}
         self._masks = {shape: mask_shape(shape, dims) for shape in calls}
         self._everything: dict[tuple[int, int], jax.Array] = {}  # masks of all ones on the device, by extents
@@ -147,6 +149,38 @@ class DeviceRunner:
             self._last = frame
             self._in_flight.put(frame)
             return frame
+
+    def take_out(self, row: int, pages: Sequence[int]) -> Parcel:
+        """Starts the copies of a state row and of pages to the host, behind what was submitted, and returns at once.
+
+        Raises:
+            DeviceError: The state is lost, or closed; or the copies cannot be started, which costs nothing else.
+        """
+        with self._lock:
+            self._check_open()
+            assert self.host_copies is not None
+            try:
+                return self.host_copies.take_out(self._state, row, pages)
+            except Exception as error:  # no memory for the transient copy: XLA's own types
+                raise DeviceError(f"a checkpoint cannot be copied to the host: {error}") from error
+
+    def put_in(self, row: int, pages: Sequence[int], contents: Sequence[Content], kept: Content) -> None:
+        """Copies contents from the host into pages and a state row, ahead of the frames to come.
+
+        Raises:
+            DeviceError: The state is lost, or closed; or was donated in the attempt, until `reset`.
+            RuntimeError: XLA's, most often for memory; the state is as it was.
+        """
+        with self._lock:
+            self._check_open()
+            assert self.host_copies is not None
+            try:
+                self._state = self.host_copies.put_in(self._state, row, pages, contents, kept)
+            except Exception as error:
+                if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+                    raise
+                self._broken = error
+                raise DeviceError(f"a checkpoint from the host could not be written: {error}") from error
 
     def reset(self) -> None:
         """Waits for what is in flight, whatever its outcome, and makes a fresh device state.

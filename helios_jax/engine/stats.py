@@ -87,6 +87,28 @@ class CheckpointStats:
     pages_held: int = 0
 
 
+@dataclasses.dataclass
+class HostTierStats:
+    """Checkpoints in host memory; all 0 without a host tier. Totals but for the gauges at the end.
+
+    Attributes:
+        saved: Checkpoints that arrived on the host. `lost`: whose copy was not begun, failed, or did not fit.
+        evicted: Those that gave way on the host.
+        restored: Those that were copied back to the device. `restored_tokens`: prompt tokens that these covered
+            beyond what the device had itself.
+        checkpoints, bytes_used, bytes_total: What is there, and the budget.
+    """
+
+    saved: int = 0
+    lost: int = 0
+    evicted: int = 0
+    restored: int = 0
+    restored_tokens: int = 0
+    checkpoints: int = 0
+    bytes_used: int = 0
+    bytes_total: int = 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A snapshot for metrics.
@@ -99,6 +121,7 @@ class EngineStats:
         compiles_after_ready: XLA compilations since the core was ready; must stay 0.
         rounds: Totals of speculative programs by (source, lane width).
         checkpoints: Reuse of prefixes.
+        host_tier: Checkpoints in host memory.
     """
 
     running: int
@@ -112,6 +135,7 @@ class EngineStats:
     compiles_after_ready: int
     rounds: Mapping[tuple[str, int], RoundCounts] = dataclasses.field(default_factory=dict)
     checkpoints: CheckpointStats = dataclasses.field(default_factory=CheckpointStats)
+    host_tier: HostTierStats = dataclasses.field(default_factory=HostTierStats)
 
     @property
     def requests_total(self) -> dict[str, int]:

@@ -14,6 +14,8 @@ import pytest
 from helios_jax.aot.counters import compile_counter
 from helios_jax.aot.device_state import DeviceState, abstract_state
 from helios_jax.aot.host_copies import HostCopies, compile_host_copies
+from helios_jax.aot.runner import DeviceRunner
+from helios_jax.errors import DeviceError
 from tests.unit.test_programs_memory import tree_bytes
 from tests.unit.test_state_copies import DIMS, leaves_at, models, random_state, same_bits
 
@@ -92,3 +94,39 @@ def test_a_core_without_state_rows_has_nothing_to_copy() -> None:
     dims = dataclasses.replace(DIMS, state_rows=0)
     with pytest.raises(ValueError, match="a core without state rows"):
         compile_host_copies(abstract_state(models()[0], dims, "float32"))
+
+
+def test_a_runner_copies_between_its_frames() -> None:
+    source = random_state("float32", 6)
+    runner = DeviceRunner({}, {}, lambda: on_device(source), DIMS)
+    runner.host_copies = copies()
+    contents, kept = runner.take_out(4, [2, 3]).read()
+    runner.put_in(1, [5, 6], contents, kept)
+    assert [bits_at(runner._state.kv, page) for page in (5, 6)] == [bits_at(source.kv, page) for page in (2, 3)]
+    assert bits_at(runner._state.saved, 1) == bits_at(source.saved, 4)
+    runner.close()
+    with pytest.raises(DeviceError, match="closed"):
+        runner.take_out(4, [2, 3])
+
+
+def test_a_failed_copy_costs_the_state_only_if_it_was_donated() -> None:
+    def fails(state: DeviceState, *rest: Any) -> DeviceState:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    runner = DeviceRunner({}, {}, lambda: on_device(random_state("float32", 7)), DIMS)
+    runner.host_copies = copies()
+    contents, kept = runner.take_out(4, [2]).read()
+    runner.host_copies = dataclasses.replace(copies(), take_row=fails, put_pages=fails)
+    with pytest.raises(DeviceError, match="cannot be copied to the host: RESOURCE_EXHAUSTED"):
+        runner.take_out(4, [2])
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        runner.put_in(1, [5], contents, kept)
+    runner.host_copies = dataclasses.replace(copies(), put_row=fails)  # the pages are in: the state was donated
+    with pytest.raises(DeviceError, match="from the host could not be written"):
+        runner.put_in(1, [5], contents, kept)
+    with pytest.raises(DeviceError, match="the device state was lost"):
+        runner.put_in(1, [5], contents, kept)
+    runner.reset()
+    runner.host_copies = copies()
+    runner.put_in(1, [5], contents, kept)
+    runner.close()
