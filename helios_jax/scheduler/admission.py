@@ -13,7 +13,16 @@ import numpy as np
 from helios_jax.errors import CapacityError, RequestError
 from helios_jax.scheduler import captures
 from helios_jax.scheduler.capture_draft import Draft
-from helios_jax.scheduler.reservation import headroom, promised_pages, spare_pages, worst_pages
+from helios_jax.scheduler.page_pressure import follow
+from helios_jax.scheduler.reservation import (
+    admission_pages,
+    headroom,
+    pages_of_source,
+    promised_pages,
+    spare_pages,
+    worst_pages,
+)
+from helios_jax.scheduler.resources import share
 from helios_jax.scheduler.serviceable import check_request
 from helios_jax.scheduler.speculation import reset_slots
 from helios_jax.scheduler.stages import check_images, first_stage, set_bounds
@@ -31,7 +40,7 @@ def can_admit(state: State, spec: RequestSpec) -> bool:
     """
     check_spec(state, spec)
     room = bool((state.requests.phase == FREE).any())
-    room = room and promised_pages(spec, state.limits) + headroom(state) <= spare_pages(state)
+    room = room and admission_pages(state, spec) + headroom(state) <= spare_pages(state)
     return room and captures.private_row_obtainable(state, spec)
 
 
@@ -121,7 +130,7 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
         CapacityError: No slot, pages or private state row now; wait for a request to retire, or to give way.
     """
     if not can_admit(state, spec):
-        pages, kept, spare = promised_pages(spec, state.limits), headroom(state), spare_pages(state)
+        pages, kept, spare = admission_pages(state, spec), headroom(state), spare_pages(state)
         slots = int(np.count_nonzero(state.requests.phase == FREE))
         message = (
             f"the request needs a slot and {pages} pages; {slots} slots and {spare} pages are free, "
@@ -144,10 +153,13 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
     requests.worst_pages[slot] = worst_pages(spec, state.limits)
     requests.admission[slot], requests.last_use_ns[slot] = counters.admitted, now_ns
     specs = (*state.specs[:slot], spec, *state.specs[slot + 1 :])
+    shared = pages_of_source(state, spec)
+    pool = share(state.pool, slot, shared) if shared else state.pool
     admitted = dataclasses.replace(
         state,
         now_ns=max(state.now_ns, int(now_ns)),
         requests=requests.sealed(),
+        pool=follow(pool, draft.checkpoints),
         specs=specs,
         counters=counters,
         acceptance=reset_slots(state.acceptance, [slot]),

@@ -20,13 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from helios_jax.errors import RequestError
+import numpy as np
+
+from helios_jax.errors import InvariantError, RequestError
 from helios_jax.scheduler import checkpoints as library
 from helios_jax.scheduler import row_allocator, state_rows
 from helios_jax.scheduler.capture_draft import Draft, cut_costs, snapshot_ns
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.checkpoints import Claim
 from helios_jax.scheduler.cuts import anchor_ahead, copy_is_due, plan_cuts
+from helios_jax.scheduler.page_pressure import follow
+from helios_jax.scheduler.resources import shared_pages
 from helios_jax.scheduler.retention import Retention
 from helios_jax.scheduler.stages import window_end
 from helios_jax.scheduler.state import RETIRING, TERMINAL, Requests, State
@@ -203,7 +207,17 @@ def end_copy(draft: Draft, lane: Lane, fence: Fence, *, valid: bool) -> Checkpoi
         draft.skip("terminal_failed" if role is Role.TERMINAL else "failed")
         return None
     key, demand_ns = ("capture", *lane.handle, endpoint), int(draft.demand_ns[slot])
-    result = library.publish(draft.checkpoints, key=key, endpoint=endpoint, role=role, row=row, demand_ns=demand_ns)
+    limits = draft.state.limits
+    shared = shared_pages(endpoint, limits.page_size, limits.draft_extent)
+    result = library.publish(
+        draft.checkpoints,
+        key=key,
+        endpoint=endpoint,
+        role=role,
+        row=row,
+        demand_ns=demand_ns,
+        pages=tuple(draft.state.pool.tables[slot][:shared].tolist()),
+    )
     draft.checkpoints = result.checkpoints
     draft.captured_len[slot] = max(int(draft.captured_len[slot]), endpoint)
     draft.used[slot] = (*draft.used[slot], result.checkpoint)
@@ -290,7 +304,7 @@ def identify_checkpoint(state: State, checkpoint: int, key: library.Key) -> Stat
     rows, checkpoints, merged = library.identify(kept.rows, kept.checkpoints, checkpoint, key)
     used = tuple(tuple(merged.get(identity, identity) for identity in ids) for ids in kept.used)
     changed = dataclasses.replace(kept, rows=rows, checkpoints=checkpoints, used=used)
-    return dataclasses.replace(state, retention=changed)
+    return dataclasses.replace(state, pool=follow(state.pool, checkpoints), retention=changed)
 
 
 def demand_checkpoint(state: State, checkpoint: int) -> State:
@@ -300,3 +314,25 @@ def demand_checkpoint(state: State, checkpoint: int) -> State:
         return state
     checkpoints = library.touch(kept.checkpoints, checkpoint, state.now_ns)
     return dataclasses.replace(state, retention=dataclasses.replace(kept, checkpoints=checkpoints))
+
+
+def drop_checkpoints(state: State) -> State:
+    """The device lost its state: nothing that was published can be restored any more.
+
+    Raises:
+        InvariantError: Somebody waits for a restore of one; end it first.
+    """
+    kept = state.retention
+    if kept.checkpoints.pins.any():
+        raise InvariantError(f"{int(kept.checkpoints.pins.sum())} requests wait for restores of lost checkpoints")
+    rows = kept.rows
+    for row in np.flatnonzero(rows.use == RowUse.PUBLISHED).tolist():
+        rows = state_rows.free_published(rows, row + 1)
+    none = library.without(kept.checkpoints, list(range(len(kept.checkpoints))))
+    counts = dataclasses.replace(
+        kept.counts,
+        evicted=kept.counts.evicted + len(kept.checkpoints),
+        evicted_rows=kept.counts.evicted_rows + int(np.count_nonzero(kept.rows.use == RowUse.PUBLISHED)),
+    )
+    changed = dataclasses.replace(kept, rows=rows, checkpoints=none, counts=counts)
+    return dataclasses.replace(state, pool=follow(state.pool, none), retention=changed)

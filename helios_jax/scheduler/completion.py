@@ -21,6 +21,7 @@ from helios_jax.scheduler.advance import advance_lane, advance_rounds
 from helios_jax.scheduler.capture_draft import Draft
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.lifecycle import count_finish, keeps_state
+from helios_jax.scheduler.page_pressure import follow
 from helios_jax.scheduler.programs import index_of
 from helios_jax.scheduler.records import check_timing, checked_records, has_ended
 from helios_jax.scheduler.refresh import settle
@@ -144,6 +145,7 @@ def _complete(
         interval=interval,
         ledgers=settle(state.ledgers, frame.plan.reason, fence, execution, valid=raw > 0),
         counters=_count_execution(counters, frame, execution, measured=raw > 0, rebound=rebound),
+        pool=follow(state.pool, draft.checkpoints),
         retention=draft.sealed(),
         acceptance=learned(state, frame, ordered, requests.output_len - output_before, confidence, survival),
     )

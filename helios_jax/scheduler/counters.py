@@ -22,6 +22,7 @@ def snapshot_counters(state: State) -> dict[str, int | dict[str, int]]:
 
     `exploration_credit_nanoseconds` are balances, negative in debt, toward zero to whole ns.
     `..._by_kind` hold the kinds of the catalogue only. `pages_used` counts pages in tables,
+    `pages_kept` those of `pages_free` that checkpoints keep until somebody needs them,
     `pages_reserved` those promised to the requests that own a slot. `snapshots` counts
     published captures by checkpoint role, `snapshots_skipped` those not taken, by reason.
     """
@@ -49,8 +50,9 @@ def snapshot_counters(state: State) -> dict[str, int | dict[str, int]]:
         "slots_total": state.limits.slots,
         "slots_used": int(np.count_nonzero(phase != Phase.FREE)),
         "pages_total": state.limits.pages,
-        "pages_free": state.pool.num_free,
-        "pages_used": int(state.pool.held.sum()),
+        "pages_free": state.pool.num_free + state.pool.num_kept,
+        "pages_kept": state.pool.num_kept,
+        "pages_used": state.pool.used,
         "pages_reserved": int(state.requests.reserved_pages.sum()),
         "snapshots": _labelled(ROLES, captures.captured),
         "snapshots_skipped": _labelled(SKIPS, captures.skipped),

@@ -3,8 +3,8 @@
 `check_invariants` runs after every event of a simulation and in tests; each invariant has a
 test that plants the corruption it guards against. None reads the counter that it checks.
 
- 1. Pages: the free stack and the tables partition 1..pages.
- 2. Reservations: no table exceeds its slot's promise, all promises together fit the pool.
+ 1. Pages: 1..pages are free or held, by tables and state rows; how often, the ledger knows.
+ 2. Reservations: no table exceeds its slot's promise; pages in tables and promised beyond them fit the pool.
  3. Coverage: tables hold exactly the pages of the tokens committed or being written.
  4. Occupancy: a free slot is blank; an occupied one has its spec, a generation, a known phase.
  5. Lengths agree with each other, with the spec and with the phase.
@@ -32,6 +32,8 @@ test that plants the corruption it guards against. None reads the counter that i
 25. Acceptance: means are probabilities, weights within the cap, the prior falls; unused slots know nothing.
 26. Promises cover a prompt and its first step, or the worst case of a request that gave way often enough, and never
     more than that; admissions number the residents.
+27. Sharing: state rows keep the pages that their checkpoints name, as many as their length has; a page with several
+    holders lies before everything that is still to be written.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from helios_jax.errors import InvariantError
 from helios_jax.scheduler.cost import WINDOW, median_ns
 from helios_jax.scheduler.invariants_acceptance import estimates
 from helios_jax.scheduler.invariants_ledgers import budgets, episodes, queue
-from helios_jax.scheduler.invariants_pages import promises
+from helios_jax.scheduler.invariants_pages import page_holders, promises, sharing
 from helios_jax.scheduler.invariants_rows import captures, published, row_columns, row_fences, row_uses
 from helios_jax.scheduler.invariants_stages import boundaries, copies, images
 from helios_jax.scheduler.programs import misfit
@@ -81,14 +83,6 @@ def check_invariants(state: State) -> None:
             raise InvariantError(f"invariant {number} does not hold: {problem}")
 
 
-def _pages(state: State) -> str | None:
-    pool = state.pool
-    owned = np.concatenate([pool.free[: pool.num_free], *pool.tables])
-    if not np.array_equal(np.sort(owned), np.arange(1, state.limits.pages + 1)):
-        return f"{len(owned)} pages are owned or free, {len(np.unique(owned))} distinct, of {state.limits.pages}"
-    return None
-
-
 def _reservations(state: State) -> str | None:
     held = np.array([len(table) for table in state.pool.tables])
     if not np.array_equal(held, state.pool.held):
@@ -96,8 +90,9 @@ def _reservations(state: State) -> str | None:
     promised = state.requests.reserved_pages
     if (held > promised).any():
         return f"tables hold {held}, promised are {promised}"
-    if promised.sum() > state.limits.pages:
-        return f"{promised.sum()} pages are promised of {state.limits.pages}"
+    total = int((promised - held).sum()) + len(np.unique(np.concatenate(state.pool.tables)))
+    if total > state.limits.pages:
+        return f"{total} pages are in tables or promised beyond them, of {state.limits.pages}"
     return None
 
 
@@ -267,7 +262,7 @@ def _plans(state: State) -> str | None:
 
 
 _CHECKS: tuple[Callable[[State], str | None], ...] = (
-    _pages,
+    page_holders,
     _reservations,
     _coverage,
     _occupancy,
@@ -293,4 +288,5 @@ _CHECKS: tuple[Callable[[State], str | None], ...] = (
     copies,
     estimates,
     promises,
+    sharing,
 )

@@ -18,6 +18,7 @@ from helios_jax.errors import InvariantError, StalePlanError
 from helios_jax.scheduler import captures
 from helios_jax.scheduler.catalog import ProgramKind, ProposalSource, lane_width, physical_tokens
 from helios_jax.scheduler.cost import attempt
+from helios_jax.scheduler.page_pressure import make_room
 from helios_jax.scheduler.programs import KINDS, index_of, misfit
 from helios_jax.scheduler.queue import closed, expected_service, may_be_over, needs_feedback, project
 from helios_jax.scheduler.refresh import PROBES, dispatched, is_funded, watch_idle
@@ -120,14 +121,16 @@ def commit(state: State, plan: ScheduledPlan, fence: Fence) -> State:
     requests.epoch[slots] += 1
     _extend_written(requests, slots, plan, state.limits.draft_extent)
     _extend_promises(state, requests, slots, plan)
+    needs = _missing_pages(state.pool, requests, slots, state.limits.page_size)
+    kept, pool = make_room(state.retention, state.pool, sum(more for _, more in needs))
     return dataclasses.replace(
         state,
         requests=requests.sealed(),
-        pool=_take_pages(state.pool, requests, slots, state.limits.page_size),
+        pool=take(pool, needs) if needs else pool,
         frames=(*state.frames, frame),
         last_fence=fence,
         costs=attempt(state.costs, index, state.now_ns),
-        retention=captures.begin_copies(state.retention, plan, fence),
+        retention=captures.begin_copies(kept, plan, fence),
         ledgers=dispatched(state.ledgers, plan.reason, fence),
         counters=_count_tokens(state.counters, plan),
     )
@@ -215,10 +218,10 @@ def _check_offers(projected: Requests, plan: ScheduledPlan) -> None:
             raise StalePlanError(message)
 
 
-def _take_pages(pool: PagePool, requests: Requests, slots: np.ndarray, page_size: int) -> PagePool:
+def _missing_pages(pool: PagePool, requests: Requests, slots: np.ndarray, page_size: int) -> list[tuple[int, int]]:
+    """(slot, pages) of the lanes that write beyond the pages that they hold."""
     missing = -(-requests.written_len[slots] // page_size) - pool.held[slots]
-    needs = [(slot, more) for slot, more in zip(slots.tolist(), missing.tolist(), strict=True) if more > 0]
-    return take(pool, needs) if needs else pool
+    return [(slot, more) for slot, more in zip(slots.tolist(), missing.tolist(), strict=True) if more > 0]
 
 
 def _count_tokens(counters: Counters, plan: ScheduledPlan) -> Counters:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from helios_jax.scheduler import checkpoints as library
 from helios_jax.scheduler.resources import pages_for
 from helios_jax.scheduler.state import State
 from helios_jax.scheduler.types import Limits, RequestSpec
@@ -60,8 +61,24 @@ def running(state: State) -> np.ndarray:
 
 
 def spare_pages(state: State) -> int:
-    """Pages that nobody was promised."""
-    return state.limits.pages - int(state.requests.reserved_pages.sum())
+    """Pages that nobody was promised: neither in a table, be it one or several, nor promised beyond one.
+
+    What checkpoints alone keep is among them: they give way (`page_pressure`).
+    """
+    beyond = int((state.requests.reserved_pages - state.pool.held).sum())
+    return state.limits.pages - state.pool.used - beyond
+
+
+def pages_of_source(state: State, spec: RequestSpec) -> tuple[int, ...]:
+    """The pages that a request shares from its admission on: those of the checkpoint that it is restored from."""
+    known = state.retention.checkpoints
+    return known.pages[library.index_of(known, spec.restore_from)] if spec.restore_from else ()
+
+
+def admission_pages(state: State, spec: RequestSpec) -> int:
+    """Unpromised pages that an admission takes: what it is promised, less the pages that other tables hold too."""
+    shared = np.array(pages_of_source(state, spec), np.int64)
+    return promised_pages(spec, state.limits) - int(np.count_nonzero(state.pool.users[shared]))
 
 
 class PageRoom(NamedTuple):

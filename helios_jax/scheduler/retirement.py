@@ -13,6 +13,7 @@ import numpy as np
 
 from helios_jax.scheduler import captures, terminal
 from helios_jax.scheduler.capture_draft import Draft
+from helios_jax.scheduler.page_pressure import follow
 from helios_jax.scheduler.resources import give_back
 from helios_jax.scheduler.state import OWNED_COLUMNS, RETIRING, TERMINAL, Frame, Requests, State
 from helios_jax.scheduler.types import RequestHandle
@@ -23,7 +24,8 @@ def retire(state: State, slot: int, *, keep_state: bool) -> State:
     requests, draft = state.requests.draft(), Draft(state)
     requests.epoch[slot] += 1
     end_request(draft, requests, slot, state.frames, keep_state=keep_state)
-    return release(dataclasses.replace(state, requests=requests.sealed(), retention=draft.sealed()))
+    pool = follow(state.pool, draft.checkpoints)
+    return release(dataclasses.replace(state, requests=requests.sealed(), pool=pool, retention=draft.sealed()))
 
 
 def end_request(

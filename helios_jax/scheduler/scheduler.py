@@ -136,6 +136,9 @@ class Scheduler:
     def demand_checkpoint(self, checkpoint: int) -> None:
         self._state = captures.demand_checkpoint(self._state, checkpoint)
 
+    def drop_checkpoints(self) -> None:
+        self._state = captures.drop_checkpoints(self._state)
+
     def page_table(self, handle: RequestHandle) -> np.ndarray:
         """int32 [used pages] of a request that owns its slot, in position order, read-only.
 

@@ -291,8 +291,7 @@ def check_state(model: Model, state: State) -> None:
             assert len(tables[slot]) == 0
             continue
         check_job(model, job, state)
-    pages = [*state.pool.free[: state.pool.num_free].tolist(), *(page for table in tables for page in table.tolist())]
-    assert sorted(pages) == list(range(1, model.limits.pages + 1))
+    pages.check_identity(model, state)
     check_estimates(model, state)
     check_totals(model, state)
     check_rows(model, state)

@@ -58,6 +58,10 @@ def token_rows(shape: ProgramShape) -> int:
     return prompt_tokens(shape)
 
 
+class Page:
+    """A page, whatever its number."""
+
+
 @dataclasses.dataclass
 class Job:
     """One logical request; it keeps its identity when a window restore gives it a fresh handle.
@@ -77,6 +81,7 @@ class Job:
     private: bool
     learned: books.Learned
     promised: int = 0  # pages
+    table: list[Page] = dataclasses.field(default_factory=list)
     out: list[int] = dataclasses.field(default_factory=list)
     copies: int = 0
     restored: bool = False  # the first restore is over

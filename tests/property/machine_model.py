@@ -40,6 +40,7 @@ from tests.property.machine_jobs import (
     Flight,
     Job,
     LastInterval,
+    Page,
     Table,
     ceil_div,
     lane_rows,
@@ -75,6 +76,7 @@ class Model:
         self.prior = [0.5**d for d in range(1, self.depth + 1)]
         self.population = books.new_population(self.depth)
         self.rows: dict[int, tuple[frozenset[int], int] | None] = {}  # content: jobs with that prefix, tokens
+        self.kept: dict[int, list[Page]] = {}  # by row
         self.checkpoints: dict[int, tuple[frozenset[int], int]] = {}
         self.last_checkpoint = 0
         self.captured: list[Job] = []  # published by the completion that is being accounted for
@@ -105,12 +107,12 @@ class Model:
             last += 1
         return last
 
-    def fits(self, spec: RequestSpec, *, row: bool) -> bool:
+    def fits(self, spec: RequestSpec, state: State, *, row: bool) -> bool:
         """Whether a request may be admitted now; `row`: a state row could be found for it."""
-        room = len(self.jobs) < self.limits.slots and pages.fits(self, spec)
+        room = len(self.jobs) < self.limits.slots and pages.fits(self, spec, state)
         return room and (row or not self.needs_private(spec))
 
-    def admit(self, spec: RequestSpec, handle: RequestHandle) -> Job:
+    def admit(self, spec: RequestSpec, handle: RequestHandle, before: State) -> Job:
         taken = {job.handle.slot for job in self.jobs}
         slot = min(set(range(self.limits.slots)) - taken)
         self.generations[slot] += 1
@@ -122,6 +124,7 @@ class Model:
         job = Job(
             self.admitted, spec, handle, stage, at, at, at, images, self.window_end(spec, images),
             self.needs_private(spec), books.Learned(self.prior, self.population), pages.at_admission(self, spec),
+            pages.of_source(self, spec, before),
         )  # fmt: skip
         self.admitted += 1
         job.last_use_ns = self.now_ns
@@ -227,6 +230,8 @@ class Model:
             job.last_use_ns, job.last_fence = self.now_ns, fence
             job.written = self.reach(plan, lane, job)
             job.promised = max(job.promised, ceil_div(job.written, self.limits.page_size))
+            while len(job.table) < ceil_div(job.written, self.limits.page_size):
+                job.table.append(Page())
         used = min(token_rows(plan.shape), sum(lane.length for lane in plan.lanes))
         self.used[plan.shape.kind] += used
         self.padded[plan.shape.kind] += token_rows(plan.shape) - used
@@ -295,6 +300,7 @@ class Model:
         """One lane, as its role says; nothing when its request has ended, but for a terminal snapshot."""
         if lane.role is LaneRole.SNAPSHOT:
             self.rows[lane.row] = (frozenset({job.key}), job.committed) if record.valid else None
+            self.kept[lane.row] = pages.shared(self, job.table, job.committed)
         if job.ended is not None and not (job.stage == "terminal" and lane.role is LaneRole.SNAPSHOT):
             return
         self.epochs[job.handle.slot] += 1

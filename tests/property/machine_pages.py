@@ -1,11 +1,14 @@
-"""Pages in the naive model: promises, shares, who is starved and who gives way; one page and one request at a time."""
+"""Pages in the naive model: promises, shares, who is starved and who gives way; one page and one request at a time.
+
+Pages have an identity and no number: tables of jobs and rows are lists of them.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from helios_jax.scheduler import RequestSpec, ScheduledPlan, State
-from tests.property.machine_jobs import Job, ceil_div
+from tests.property.machine_jobs import Job, Page, ceil_div
 
 if TYPE_CHECKING:
     from tests.property.machine_model import Model
@@ -27,8 +30,41 @@ def at_admission(model: Model, spec: RequestSpec) -> int:
     return first + (0 if not spec.preemptions else ceil_div(rest, 2) if spec.preemptions == 1 else rest)
 
 
+def in_tables(model: Model) -> set[Page]:
+    return {page for job in model.jobs for page in job.table}
+
+
 def spare(model: Model) -> int:
-    return model.limits.pages - sum(job.promised for job in model.jobs)
+    """Pages in no table, however many share them, and promised to nobody."""
+    beyond = sum(job.promised - len(job.table) for job in model.jobs)
+    return model.limits.pages - len(in_tables(model)) - beyond
+
+
+def shared(model: Model, table: list[Page], endpoint: int) -> list[Page]:
+    """Of the pages of `endpoint` tokens those that nobody writes again: a draft may still write its last row."""
+    whole = endpoint - 1 if model.limits.draft_extent else endpoint
+    return [page for number, page in enumerate(table) if (number + 1) * model.limits.page_size <= whole]
+
+
+def of_source(model: Model, spec: RequestSpec, state: State) -> list[Page]:
+    """What a request begins its table with."""
+    known = state.retention.checkpoints
+    rows = dict(zip(known.ids.tolist(), known.rows.tolist(), strict=True))
+    return list(model.kept[rows[spec.restore_from]]) if spec.restore_from else []
+
+
+def check_identity(model: Model, state: State) -> None:
+    """The numbers of pages are those of the model's pages, one for one, in the order of the tables."""
+    pairs = [(job.table, state.pool.tables[job.handle.slot].tolist()) for job in model.jobs]
+    known = state.retention.checkpoints
+    pairs += [(model.kept[row], list(pages)) for row, pages in zip(known.rows.tolist(), known.pages, strict=True)]
+    numbers: dict[Page, int] = {}
+    for mine, theirs in pairs:
+        assert len(mine) == len(theirs)
+        for page, number in zip(mine, theirs, strict=True):
+            assert numbers.setdefault(page, number) == number
+    free = state.pool.free[: state.pool.num_free].tolist()
+    assert sorted([*numbers.values(), *free]) == list(range(1, model.limits.pages + 1))
 
 
 def headroom(model: Model) -> int:
@@ -41,8 +77,9 @@ def headroom(model: Model) -> int:
     return pages
 
 
-def fits(model: Model, spec: RequestSpec) -> bool:
-    return at_admission(model, spec) + headroom(model) <= spare(model)
+def fits(model: Model, spec: RequestSpec, state: State) -> bool:
+    there = len(in_tables(model) & set(of_source(model, spec, state)))
+    return at_admission(model, spec) - there + headroom(model) <= spare(model)
 
 
 def lacking(model: Model) -> dict[int, int]:

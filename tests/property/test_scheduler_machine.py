@@ -112,10 +112,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             for ask in (lambda: can_admit(self.state, spec), lambda: admit(self.state, spec, self.state.now_ns)):
                 with pytest.raises(RequestError):
                     ask()
-        elif self.model.fits(spec, row=self._row_obtainable(spec.restore_from)):
+        elif self.model.fits(spec, self.state, row=self._row_obtainable(spec.restore_from)):
             assert can_admit(self.state, spec)
-            self.state, handle = admit(self.state, spec, self.state.now_ns)
-            self.model.admit(spec, handle)
+            source = self.state
+            self.state, handle = admit(source, spec, source.now_ns)
+            self.model.admit(spec, handle, source)
             self.handles.append(handle)
             if back:
                 self.model.seen["admitted again"] += 1
@@ -418,7 +419,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state = self.state
         assert self.model.jobs == []
         assert not state.requests.phase.any()
-        assert state.pool.num_free == state.limits.pages
+        assert state.pool.num_free + state.pool.num_kept == state.limits.pages
         assert not state.requests.reserved_pages.any()
         assert not state.retention.checkpoints.pins.any()
         assert {state.retention.rows.use_of(row).name for row in range(1, state.limits.state_rows + 1)} <= {

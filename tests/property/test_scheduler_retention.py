@@ -185,7 +185,7 @@ class RetentionMachine(RuleBasedStateMachine):
         assert (self.state.requests.phase == Phase.FREE).all()
         assert {int(use) for use in self.state.retention.rows.use} <= {RowUse.FREE, RowUse.PUBLISHED}
         assert not self.state.retention.checkpoints.pins.any()
-        assert self.state.pool.num_free == self.state.limits.pages
+        assert self.state.pool.num_free + self.state.pool.num_kept == self.state.limits.pages
 
 
 RetentionMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -49,7 +49,7 @@ def test_everybody_gets_their_output_whatever_the_policy(
     assert [len(served.tokens) for served in simulation.requests] == [output for _, _, output in requests]
     assert {served.reason for served in simulation.requests} == {"length"}
     state = simulation.scheduler.state
-    assert state.pool.num_free == state.limits.pages
+    assert state.pool.num_free + state.pool.num_kept == state.limits.pages
     prefilled = sum(lane.length for plan in simulation.plans for lane in plan.lanes if lane.role is LaneRole.PROMPT)
     assert prefilled == sum(prompt for _, prompt, _ in requests)
 

@@ -104,7 +104,7 @@ def assert_settled(simulation: Simulation, arrivals: list[Arrival]) -> None:
             assert len(served.tokens) == arrival.spec.max_tokens
         assert not set(served.tokens[:-1]) & arrival.spec.stop_token_ids
     state = simulation.scheduler.state
-    assert state.pool.num_free == state.limits.pages
+    assert state.pool.num_free + state.pool.num_kept == state.limits.pages
     assert not state.frames
     for ledger in (state.ledgers.refresh, state.ledgers.learning):
         assert ledger.spent_ns <= ledger.ordinary_ns / ledger.divisor + ledger.last_episode_ns

@@ -60,7 +60,11 @@ def table(slot: int, change: Callable[[np.ndarray], Any]) -> Corruption:
         tables = list(state.pool.tables)
         tables[slot] = sealed(change(tables[slot]), np.int32)
         held = sealed([len(pages) for pages in tables])
-        return dataclasses.replace(state, pool=dataclasses.replace(state.pool, tables=tuple(tables), held=held))
+        owned, users = np.concatenate(tables), np.zeros(len(state.pool.users), np.int32)
+        np.add.at(users, owned[owned < len(users)], 1)
+        counted = {"users": sealed(users, np.int32), "used": int(np.count_nonzero(users))}
+        changed = dataclasses.replace(state.pool, tables=tuple(tables), held=held, **counted)
+        return dataclasses.replace(state, pool=changed)
 
     return corrupt
 
@@ -102,6 +106,8 @@ CORRUPTIONS: list[tuple[int, str, Corruption]] = [
     (1, "a page lost", table(0, lambda pages: pages[:1])),
     (1, "a page of another pool", table(0, lambda pages: [pages[0], 999])),
     (1, "a page freed while owned", lambda s: pool(num_free=s.pool.num_free + 1)(s)),
+    (1, "a holder forgotten", lambda s: pool(users=sealed(s.pool.users - (s.pool.users > 0), np.int32))(s)),
+    (1, "a used page uncounted", lambda s: pool(used=s.pool.used - 1)(s)),
     (2, "a ledger off by one", lambda s: pool(held=sealed(s.pool.held + 1))(s)),
     (2, "less reserved than held", column("reserved_pages", 0, 1)),
     (2, "more reserved than there is", column("reserved_pages", 0, 64)),

@@ -27,7 +27,7 @@ from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.state_rows import RowUse
 from tests.unit.checkpoint_toy import SNAPSHOT, asked, captured, finish_frame, hybrid_state, phase_of, run, uses
 from tests.unit.scheduler_toy import INITIALIZE
-from tests.unit.test_scheduler_invariants import Corruption, column, counter, sealed
+from tests.unit.test_scheduler_invariants import Corruption, column, counter, pool, sealed, table
 
 
 def busy_rows() -> State:
@@ -111,7 +111,30 @@ def twice(state: State) -> State:
     return library(ids=[1, 2], pins=[1, 0], keys=p.keys * 2, pages=p.pages * 2, last_id=2, **columns)(state)
 
 
+def shorter_pages(state: State) -> State:
+    """Checkpoint 1 and its row agree, but not with its length: one page is free that should be kept."""
+    pages = state.retention.checkpoints.pages[0]
+    kept_pages = (pages[:1], *state.pool.rows[1:])
+    keepers = state.pool.keepers.copy()
+    keepers[pages[1]] = 0
+    keepers.setflags(write=False)
+    return library(pages=(pages[:1],))(pool(rows=kept_pages, keepers=keepers)(state))
+
+
+def write_a_shared_page(state: State) -> State:
+    """Slot 0, of 10 tokens, has a page of checkpoint 1 in the place of its third, which is free."""
+    own, theirs = int(state.pool.tables[0][2]), state.retention.checkpoints.pages[0][0]
+    free = state.pool.free.copy()
+    free[state.pool.num_free] = own
+    free.setflags(write=False)
+    changed = table(0, lambda pages: [*pages[:2], theirs])(state)
+    return pool(free=free, num_free=state.pool.num_free + 1)(changed)
+
+
 CORRUPTIONS: list[tuple[int, str, Callable[[State], State]]] = [
+    (27, "a row keeps what no checkpoint names", library(pages=((),))),
+    (27, "a shared page is written", write_a_shared_page),
+    (27, "a checkpoint of other pages", shorter_pages),
     (17, "an unknown use", row(6, use=9)),
     (17, "a free row that kept an endpoint", row(6, endpoint=4)),
     (17, "a published row that kept an owner", row(1, slot=1, generation=1)),

@@ -131,7 +131,8 @@ class Run:
 
 def everything_is_free(state: State) -> bool:
     used = np.isin(state.retention.rows.use, (RowUse.FREE, RowUse.PUBLISHED))
-    return bool((state.requests.phase == Phase.FREE).all() and used.all() and state.pool.num_free == state.limits.pages)
+    free = state.pool.num_free + state.pool.num_kept == state.limits.pages
+    return bool((state.requests.phase == Phase.FREE).all() and used.all() and free)
 
 
 # ---- one window
