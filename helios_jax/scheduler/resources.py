@@ -169,6 +169,25 @@ def keep(pool: PagePool, wanted: dict[int, tuple[int, ...]]) -> PagePool:
     return dataclasses.replace(pool, free=free, num_free=num_free, rows=after, keepers=keepers)
 
 
+def give_to_row(pool: PagePool, row: int, shared: Sequence[int], count: int) -> PagePool:
+    """Let a state row that keeps nothing keep held pages, and behind them `count` free ones.
+
+    Raises:
+        InvariantError: The row keeps pages, a shared page is free, or too few others are.
+    """
+    held = np.array(shared, np.int64)
+    if pool.rows[row - 1] or count > pool.num_free or not (pool.users[held] + pool.keepers[held]).all():
+        keeps = pool.rows[row - 1]
+        raise InvariantError(f"row {row} keeps {keeps}: not {tuple(shared)} and {count} of {pool.num_free} pages too")
+    num_free = pool.num_free - count
+    pages = np.concatenate([held, pool.free[num_free : pool.num_free][::-1]])
+    keepers = pool.keepers.copy()
+    keepers[pages] += 1
+    keepers.setflags(write=False)
+    rows = (*pool.rows[: row - 1], tuple(pages.tolist()), *pool.rows[row:])
+    return dataclasses.replace(pool, num_free=num_free, rows=rows, keepers=keepers)
+
+
 def _push(free: np.ndarray, num_free: int, pages: np.ndarray) -> int:
     """Put pages on the stack, in place, the first of them on top; the new height."""
     free[num_free : num_free + len(pages)] = pages[::-1]

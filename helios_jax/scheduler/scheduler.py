@@ -12,6 +12,7 @@ import numpy as np
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler import (
     admission,
+    adoption,
     captures,
     completion,
     lifecycle,
@@ -135,6 +136,10 @@ class Scheduler:
 
     def demand_checkpoint(self, checkpoint: int) -> None:
         self._state = captures.demand_checkpoint(self._state, checkpoint)
+
+    def adopt_checkpoint(self, key: Hashable, endpoint: int, shared: Sequence[int] = ()) -> adoption.Place | None:
+        self._state, place = adoption.adopt_checkpoint(self._state, key, endpoint, shared)
+        return place
 
     def drop_checkpoints(self) -> None:
         self._state = captures.drop_checkpoints(self._state)

@@ -11,7 +11,8 @@ The life of a row:
 3. ARMED: the destination of a request's next capture. The prefill that ends at its endpoint may
    be in flight already, so cancellation leaves it armed until the request's slot is released.
 4. COPYING: a submitted fence writes it. It leaves this use by that fence's completion only.
-5. PUBLISHED: checkpoints that others may restore name it; its request is forgotten.
+5. PUBLISHED: checkpoints that others may restore name it; its request is forgotten. A free row becomes it
+   at once when a state comes from outside (`adoption`).
 6. PRIVATE instead of 2 to 5: the image windows of one request, until that request retires. A
    submitted window snapshot sets its fence; it is never published.
 """
@@ -162,6 +163,12 @@ def disarm(rows: Rows, row: int) -> Rows:
     """Free an armed row whose copy will not be submitted: skipped, or its request retired."""
     _expect(rows, row, "disarm", RowUse.ARMED)
     return _changed(rows, row, **_BLANK)
+
+
+def adopt(rows: Rows, row: int) -> Rows:
+    """A free row is to hold a state that comes from outside; checkpoints name it from now on."""
+    _expect(rows, row, "adopt", RowUse.FREE)
+    return _changed(rows, row, use=RowUse.PUBLISHED)
 
 
 def free_published(rows: Rows, row: int) -> Rows:

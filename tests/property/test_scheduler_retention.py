@@ -33,6 +33,7 @@ from helios_jax.scheduler import (
     plan_next,
     preempt,
 )
+from helios_jax.scheduler.adoption import adopt_checkpoint
 from helios_jax.scheduler.captures import demand_checkpoint, identify_checkpoint
 from helios_jax.scheduler.state import Phase
 from helios_jax.scheduler.state_rows import RowUse
@@ -83,6 +84,18 @@ class RetentionMachine(RuleBasedStateMachine):
             return {}
         place = fits[choice % len(fits)]
         return {"restore_from": int(library.ids[place]), "restored_len": int(library.endpoints[place])}
+
+    @rule(endpoint=st.integers(1, 70), sharing=st.integers(0, 20))
+    def adopts(self, endpoint: int, sharing: int) -> None:
+        """A state comes from outside, perhaps with pages that are here; without a place for it nothing changes."""
+        library, before = self.state.retention.checkpoints, self.state
+        pages = library.pages[sharing % len(library)] if len(library) and sharing % 3 else ()
+        self.state, place = adopt_checkpoint(self.state, ("host", library.last_id), endpoint, pages[: endpoint // 4])
+        check_invariants(self.state)
+        assert (place is None) == (self.state is before)
+        if place is not None:
+            assert place.pages[: len(pages)] == pages[: endpoint // 4]
+            assert len(set(place.pages)) == endpoint // 4
 
     @rule(duration=st.one_of(st.integers(0, MS), st.integers(0, 40 * 10**9)))
     def waits(self, duration: int) -> None:
