@@ -241,23 +241,29 @@ def victim_row(checkpoints: Checkpoints, claim: Claim | None = None, in_use: Col
     are those that are more protected than the claim, if there is one: an extra does not take the
     row of its own anchor, nor an earlier request that of a later one that is resident too.
     """
-    if not len(checkpoints):
+    rows, aliases = ranked_rows(checkpoints, in_use)
+    if not len(rows):
         return 0
+    row, best = int(rows[0]), int(aliases[0])
+    if claim is None or checkpoints.ids[best] not in in_use:
+        return row
+    worth = (int(checkpoints.demand_ns[best]), int(checkpoints.roles[best]), int(checkpoints.endpoints[best]))
+    return row if worth <= tuple(claim) else 0
+
+
+def ranked_rows(checkpoints: Checkpoints, in_use: Collection[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that no restore reads, the least protected first, and the position of the most protected alias of each."""
+    if not len(checkpoints):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
     order = victim_order(checkpoints, in_use)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     protection = np.full(int(checkpoints.rows.max()) + 1, -1, np.int64)
     np.maximum.at(protection, checkpoints.rows, place)
     protection[checkpoints.rows[checkpoints.pins > 0]] = -1
-    candidates = np.flatnonzero(protection >= 0)
-    if not len(candidates):
-        return 0
-    row = int(candidates[protection[candidates].argmin()])
-    best = int(order[protection[row]])
-    if claim is None or checkpoints.ids[best] not in in_use:
-        return row
-    worth = (int(checkpoints.demand_ns[best]), int(checkpoints.roles[best]), int(checkpoints.endpoints[best]))
-    return row if worth <= tuple(claim) else 0
+    rows = np.flatnonzero(protection >= 0)
+    rows = rows[protection[rows].argsort()]
+    return rows, order[protection[rows]]
 
 
 def freed_by(checkpoints: Checkpoints, evicted: Collection[int], used_pages: Collection[int] = ()) -> Freed:

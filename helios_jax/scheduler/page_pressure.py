@@ -17,7 +17,7 @@ from collections.abc import Collection
 import numpy as np
 
 from helios_jax.scheduler import state_rows
-from helios_jax.scheduler.checkpoints import Checkpoints, freed_by, victim_order, without
+from helios_jax.scheduler.checkpoints import Checkpoints, freed_by, ranked_rows, without
 from helios_jax.scheduler.resources import PagePool, keep
 from helios_jax.scheduler.retention import Retention
 
@@ -53,12 +53,9 @@ def make_room(kept: Retention, pool: PagePool, needed: int) -> tuple[Retention, 
 
 def _victims(checkpoints: Checkpoints, pool: PagePool, missing: int, in_use: Collection[int]) -> list[int]:
     """Rows whose eviction frees `missing` pages, or all that may go where that is less."""
-    order = checkpoints.rows[victim_order(checkpoints, in_use)].tolist()
-    pinned = set(checkpoints.rows[checkpoints.pins > 0].tolist())
-    by_protection = [row for place, row in enumerate(order) if row not in order[place + 1 :] and row not in pinned]
     keepers, freed, chosen = pool.keepers.copy(), 0, []
     alone = pool.users == 0
-    for row in by_protection:
+    for row in ranked_rows(checkpoints, in_use)[0].tolist():
         pages = np.array(pool.rows[row - 1], np.int64)
         keepers[pages] -= 1
         freed += int(np.count_nonzero((keepers[pages] == 0) & alone[pages]))
