@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from helios_jax.engine.stats import CheckpointStats
+from helios_jax.engine.stats import CheckpointStats, HostTierStats
 from helios_jax.server.record import Outcome, RequestRecord
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ class EngineCollector(Collector):
         stats = engine.stats()
         yield from engine_families(stats)
         yield from checkpoint_families(stats.checkpoints)
+        if stats.host_tier.bytes_total:
+            yield from host_tier_families(stats.host_tier)
         yield from scheduler_families(stats.scheduler)
         yield from round_families(getattr(stats, "rounds", {}))
 
@@ -202,6 +204,26 @@ def checkpoint_families(stats: CheckpointStats) -> Iterator[Metric]:
         "helios_state_rows_used": ("State rows that hold a checkpoint or wait for one.", stats.rows_used),
         "helios_checkpoints": ("Checkpoints that could be restored.", stats.published),
         "helios_checkpoint_pages": ("Cache pages that only checkpoints keep.", stats.pages_held),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(name, text, value=value)
+
+
+def host_tier_families(stats: HostTierStats) -> Iterator[Metric]:
+    """Checkpoints in host memory, of an engine that keeps some there."""
+    counters = {
+        "saved": ("Checkpoints that were copied to the host.", stats.saved),
+        "lost": ("Checkpoints that could not be kept on the host.", stats.lost),
+        "evicted": ("Checkpoints that gave way on the host.", stats.evicted),
+        "restored": ("Checkpoints that were copied back to the device.", stats.restored),
+        "restored_tokens": ("Prompt tokens that these covered beyond what the device had.", stats.restored_tokens),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"helios_host_checkpoints_{name}", text, value=value)
+    gauges = {
+        "helios_host_checkpoints": ("Checkpoints on the host.", stats.checkpoints),
+        "helios_host_checkpoint_bytes": ("Host memory that checkpoints take.", stats.bytes_used),
+        "helios_host_checkpoint_bytes_limit": ("Host memory that checkpoints may take.", stats.bytes_total),
     }
     for name, (text, value) in gauges.items():
         yield GaugeMetricFamily(name, text, value=value)

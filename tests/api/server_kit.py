@@ -14,7 +14,7 @@ import httpx
 from helios_jax.engine.heartbeat import EngineHealth
 from helios_jax.engine.outputs import CompletionOutput, RequestOutput
 from helios_jax.engine.params import SamplingParams
-from helios_jax.engine.stats import CheckpointStats, EngineStats, Totals
+from helios_jax.engine.stats import CheckpointStats, EngineStats, HostTierStats, Totals
 from helios_jax.server.app import create_app
 from helios_jax.testing import ByteTokenizer, fake_async_llm
 
@@ -87,6 +87,7 @@ class ScriptedEngine:
         self.health_now = EngineHealth(True, True, "")
         self.closed = 0
         self.checkpoints = CheckpointStats()
+        self.host_tier = HostTierStats()
         self.asked: list[tuple[list[int], tuple[int, ...]]] = []  # prompts, and where messages end in them
         self._outputs = outputs
 
@@ -121,4 +122,5 @@ class ScriptedEngine:
             scheduler={},
             compiles_after_ready=0,
             checkpoints=self.checkpoints,
+            host_tier=self.host_tier,
         )

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.params import SamplingParams
-from helios_jax.engine.stats import CheckpointStats
+from helios_jax.engine.stats import CheckpointStats, HostTierStats
 from helios_jax.server.metrics import SCHEDULER_GAUGES
 from helios_jax.testing import Gate
 from tests.api.server_kit import ScriptedEngine, async_test, chat_body, client_for, fake_client, one_output
@@ -151,6 +151,29 @@ async def test_reuse_of_prefixes() -> None:
         "helios_checkpoints": 2,
         "helios_state_rows_total": 8,
         "helios_state_rows_used": 3,
+    }
+
+
+@async_test
+async def test_checkpoints_on_the_host() -> None:
+    async def outputs(request_id: str, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        yield one_output(request_id)
+
+    engine = ScriptedEngine(outputs)
+    async with client_for(engine) as client:
+        assert not [name for name in await scrape(client) if "_host_checkpoint" in name]
+        engine.host_tier = HostTierStats(saved=1, lost=2, evicted=3, restored=4, restored_tokens=5, checkpoints=6,
+                                         bytes_used=7, bytes_total=8)  # fmt: skip
+        samples = await scrape(client)
+    assert {name: value for name, value in samples.items() if "_host_checkpoint" in name} == {
+        "helios_host_checkpoints_saved_total": 1,
+        "helios_host_checkpoints_lost_total": 2,
+        "helios_host_checkpoints_evicted_total": 3,
+        "helios_host_checkpoints_restored_total": 4,
+        "helios_host_checkpoints_restored_tokens_total": 5,
+        "helios_host_checkpoints": 6,
+        "helios_host_checkpoint_bytes": 7,
+        "helios_host_checkpoint_bytes_limit": 8,
     }
 
 
