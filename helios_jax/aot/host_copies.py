@@ -27,6 +27,8 @@ from helios_jax.aot.device_state import DeviceState
 from helios_jax.aot.memory import tree_bytes
 
 CHUNK_BYTES = 32 << 20  # of pages that one copy moves: a transient array of that size is on the device
+LEAST_IN_FLIGHT_BYTES = 64 << 20
+IN_FLIGHT_SHARE = 16  # else one part in so many of the state: a plan leaves a tenth of the device for temporaries
 Content = tuple[np.ndarray, ...]  # one page, or one row: an array a group of leaves
 Packed = tuple[jax.Array, ...]
 
@@ -40,6 +42,7 @@ class HostCopies:
         put_pages, put_row: (state, int32 [n], packed leaves) -> state; they donate the state.
         chunk: Pages that one call moves; rows go one by one.
         page_bytes, row_bytes: Of one `Content`.
+        most_bytes: What should be on its way to the host at a time: it is on the device twice.
     """
 
     take_pages: Any
@@ -49,6 +52,7 @@ class HostCopies:
     chunk: int
     page_bytes: int
     row_bytes: int
+    most_bytes: int
 
     def take_out(self, state: DeviceState, row: int, pages: Sequence[int]) -> Parcel:
         """Start the copies of a row and of pages to the host.
@@ -159,6 +163,7 @@ def compile_host_copies(state: DeviceState) -> HostCopies:
             chunk=chunk,
             page_bytes=page_bytes,
             row_bytes=row_bytes,
+            most_bytes=max(LEAST_IN_FLIGHT_BYTES, tree_bytes(state) // IN_FLIGHT_SHARE),
         )
 
 

@@ -24,7 +24,6 @@ from helios_jax.engine.host_tier import Content, HostTier
 from helios_jax.engine.stats import HostTierStats
 from helios_jax.errors import DeviceError
 
-MAX_PARCELS = 8  # checkpoints on their way: each has its pages a second time on the device until it is here
 CLOSE_TIMEOUT_S = 10.0
 log = logging.getLogger("helios_jax.engine")
 
@@ -43,6 +42,20 @@ class CopyingDevice(Protocol):
     def put_in(self, row: int, pages: Sequence[int], contents: Sequence[Content], kept: Content) -> None: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class CopySizes:
+    """What copies take on the device, in bytes.
+
+    Attributes:
+        page_bytes, row_bytes: A page, a state row.
+        most_bytes: What may be on its way to the host at a time: so much is on the device twice.
+    """
+
+    page_bytes: int
+    row_bytes: int
+    most_bytes: int
+
+
 class Found(NamedTuple):
     """A checkpoint of the tier; its contents stay as they are, whatever becomes of the tier."""
 
@@ -56,6 +69,7 @@ class _Job(NamedTuple):
     num_pages: int
     places: list[int]
     parcel: ParcelLike
+    num_bytes: int
 
 
 class HostCopying:
@@ -63,13 +77,15 @@ class HostCopying:
 
     Args:
         device: Copies; a real runner or a fake one.
+        sizes: Of its copies.
         budget_bytes: Of the tier, above 0.
         page_size: Tokens of a page.
     """
 
-    def __init__(self, device: CopyingDevice, budget_bytes: int, page_size: int) -> None:
-        self._device, self._tier = device, HostTier(budget_bytes, page_size)
-        self._lock = threading.Lock()  # of the tier and the counts
+    def __init__(self, device: CopyingDevice, sizes: CopySizes, budget_bytes: int, page_size: int) -> None:
+        self._device, self._sizes, self._tier = device, sizes, HostTier(budget_bytes, page_size)
+        self._lock = threading.Lock()  # of the tier, the counts and the bytes on their way
+        self._on_the_way = 0
         self._counts = HostTierStats(bytes_total=budget_bytes)
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="helios-host-copies", daemon=True)
@@ -85,15 +101,19 @@ class HostCopying:
         """
         with self._lock:
             lacking = self._tier.lacking(tokens, len(pages))
+            busy = self._on_the_way
         if lacking is None:
             return True
-        if self._jobs.unfinished_tasks >= MAX_PARCELS:
-            return self._lost("too many are on their way")
+        num_bytes = self._sizes.row_bytes + len(lacking) * self._sizes.page_bytes
+        if busy + num_bytes > self._sizes.most_bytes:
+            return self._lost("too much is on its way")
         try:
             parcel = self._device.take_out(row, [pages[index] for index in lacking])
         except Exception as error:  # no memory for the transient copy, a lost state: XLA's own types
             return self._lost(str(error))
-        self._jobs.put(_Job(tokens.copy(), len(pages), lacking, parcel))
+        with self._lock:
+            self._on_the_way += num_bytes
+        self._jobs.put(_Job(tokens.copy(), len(pages), lacking, parcel, num_bytes))
         return True
 
     def find(self, prompt: np.ndarray, beyond: int) -> Found | None:
@@ -150,6 +170,8 @@ class HostCopying:
             except Exception as error:  # the transfer, or memory of the host
                 self._lost(str(error))
             finally:
+                with self._lock:
+                    self._on_the_way -= job.num_bytes
                 self._jobs.task_done()
 
     def _receive(self, job: _Job) -> None:

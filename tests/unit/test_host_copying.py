@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from helios_jax.engine.host_copying import MAX_PARCELS, HostCopying
+from helios_jax.engine.host_copying import CopySizes, HostCopying
 from helios_jax.engine.host_tier import Content
 from helios_jax.errors import DeviceError
 
@@ -67,7 +67,7 @@ def make(device: ToyDevice) -> Iterator[Make]:
     made: list[HostCopying] = []
 
     def copying(budget: int = 10_000) -> HostCopying:
-        made.append(HostCopying(device, budget, PAGE))
+        made.append(HostCopying(device, CopySizes(page_bytes=10, row_bytes=30, most_bytes=100), budget, PAGE))
         return made[-1]
 
     yield copying
@@ -105,16 +105,20 @@ def test_only_what_the_host_lacks_is_copied(device: ToyDevice, make: Make) -> No
     assert copying.stats().saved == copying.stats().checkpoints == 2
 
 
-def test_saving_waits_for_nothing_and_only_so_many_are_on_their_way(device: ToyDevice, make: Make) -> None:
+def test_saving_waits_for_nothing_and_only_so_much_is_on_its_way(device: ToyDevice, make: Make) -> None:
+    """30 bytes a row and 10 a page, of at most 100."""
     device.arrives.clear()
     copying = make()
-    kept = [copying.save(np.full(3, n, np.int32), [], 1) for n in range(MAX_PARCELS + 3)]
-    assert kept == [True] * MAX_PARCELS + [False] * 3
+    prefixes = [np.full(4, n, np.int32) for n in range(4)]
+    kept = [copying.save(prefix, [1] * (n < 2), 1) for n, prefix in enumerate(prefixes)]
+    assert kept == [True, True, False, False]
     assert copying.find(np.full(9, 1, np.int32), 0) is None
     device.arrives.set()
     copying.settle()
-    assert (copying.stats().saved, copying.stats().lost) == (MAX_PARCELS, 3)
-    assert copying.save(np.full(3, 50, np.int32), [], 1)
+    assert (copying.stats().saved, copying.stats().lost) == (2, 2)
+    assert copying.save(prefixes[3], [3], 1)
+    long = np.full(40, 50, np.int32)
+    assert not copying.save(long, list(range(10)), 1)
 
 
 def test_copies_that_fail_are_one_checkpoint_less(device: ToyDevice, make: Make) -> None:
