@@ -77,3 +77,15 @@ def adopt_checkpoint(
     changed = dataclasses.replace(kept, rows=state_rows.adopt(kept.rows, row), checkpoints=published.checkpoints)
     place = Place(published.checkpoint, row, pages)
     return dataclasses.replace(state, pool=pool, retention=changed), place
+
+
+def withdraw_checkpoint(state: State, checkpoint: int) -> State:
+    """Take a checkpoint back whose state could not be written.
+
+    Raises:
+        InvariantError: It is not published, or a request waits to be restored from it.
+    """
+    kept = state.retention
+    rows, checkpoints = library.evict(kept.rows, kept.checkpoints, checkpoint)
+    changed = dataclasses.replace(kept, rows=rows, checkpoints=checkpoints)
+    return dataclasses.replace(state, pool=follow(state.pool, checkpoints), retention=changed)

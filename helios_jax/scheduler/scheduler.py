@@ -141,6 +141,9 @@ class Scheduler:
         self._state, place = adoption.adopt_checkpoint(self._state, key, endpoint, shared)
         return place
 
+    def withdraw_checkpoint(self, checkpoint: int) -> None:
+        self._state = adoption.withdraw_checkpoint(self._state, checkpoint)
+
     def drop_checkpoints(self) -> None:
         self._state = captures.drop_checkpoints(self._state)
 

@@ -6,7 +6,7 @@ import pytest
 
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler import Scheduler, State, check_invariants, snapshot_counters
-from helios_jax.scheduler.adoption import Place, adopt_checkpoint
+from helios_jax.scheduler.adoption import Place, adopt_checkpoint, withdraw_checkpoint
 from tests.unit.checkpoint_toy import asked, finish_frame, hybrid_state, occupied, run, submit, uses
 from tests.unit.test_scheduler_restores import PUBLISHED, library
 
@@ -99,3 +99,21 @@ def test_wrong_calls_are_found() -> None:
         adopt_checkpoint(state, "other", 10, (place.pages[0], 60))
     scheduler = Scheduler.from_state(state)
     assert scheduler.adopt_checkpoint("other", 10, place.pages) == Place(2, 2, place.pages)
+
+
+def test_a_state_that_could_not_be_written_is_withdrawn() -> None:
+    state = library(3)
+    before, first = state, state.retention.checkpoints.pages[0]
+    state, place = adopted(state, 17, shared=first)
+    state = withdraw_checkpoint(state, place.checkpoint)
+    check_invariants(state)
+    assert state.pool.rows == before.pool.rows
+    assert state.pool.num_free == before.pool.num_free
+    assert state.retention.checkpoints.endpoints.tolist() == [8, 10]
+    state, place = adopted(state, 17, shared=first)
+    waiting, _ = asked(state, 20, 2, restore_from=place.checkpoint, restored_len=17)
+    with pytest.raises(InvariantError, match="is being restored"):
+        withdraw_checkpoint(waiting, place.checkpoint)
+    scheduler = Scheduler.from_state(state)
+    scheduler.withdraw_checkpoint(place.checkpoint)
+    assert len(scheduler.state.retention.checkpoints) == 2
