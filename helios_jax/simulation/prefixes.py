@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from helios_jax.errors import ConfigError
 from helios_jax.simulation.traces import BLOCK_TOKENS, Blocks, Trace
@@ -55,6 +56,13 @@ class BlockLru:
         return shared
 
 
+class Found(NamedTuple):
+    """What a cache had of one prompt: its leading blocks, and the tokens of them that are not computed again."""
+
+    blocks: int
+    tokens: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Hits:
     """What a cache found in a replay: blocks and tokens, of those that were asked for."""
@@ -73,18 +81,18 @@ class Hits:
         return self.tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
-def count_hits(prompts: Sequence[Prompt], shared_blocks: Iterable[int], page_size: int) -> Hits:
-    """Sum up the leading blocks that a cache held of every prompt, and the tokens of them that are reused."""
-    shared = list(shared_blocks)
-    tokens = sum(reusable_tokens(*pair, page_size) for pair in zip(prompts, shared, strict=True))
-    asked = sum(len(prompt.blocks) for prompt in prompts), sum(prompt.length for prompt in prompts)
-    return Hits(sum(shared), tokens, *asked)
+def count_hits(prompts: Sequence[Prompt], found: Iterable[Found]) -> Hits:
+    """Sum up what a cache found of every prompt."""
+    blocks, tokens = (sum(column) for column in zip(*found, strict=True)) if prompts else (0, 0)
+    return Hits(blocks, tokens, sum(len(p.blocks) for p in prompts), sum(p.length for p in prompts))
 
 
 def replay_lru(prompts: Sequence[Prompt], capacity: int | None, page_size: int = 1) -> Hits:
     """Every prompt in order of arrival through a fresh `BlockLru`; pages matter to repeated prompts only."""
     cache = BlockLru(capacity)
-    return count_hits(prompts, [cache.ask(prompt.blocks) for prompt in prompts], page_size)
+    shared = [cache.ask(prompt.blocks) for prompt in prompts]
+    tokens = [reusable_tokens(*pair, page_size) for pair in zip(prompts, shared, strict=True)]
+    return count_hits(prompts, map(Found, shared, tokens))
 
 
 def prompts_of(trace: Trace) -> list[Prompt]:
