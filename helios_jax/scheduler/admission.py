@@ -106,11 +106,12 @@ def _check_stages(state: State, spec: RequestSpec) -> None:
     rows = programs.scored_prefill if spec.scored else programs.prefill
     largest_image = int(programs.tokens[programs.vision].max(initial=0))
     check_images(spec, state.limits, int(programs.tokens[rows].max(initial=0)), largest_image)
-    if spec.restored_len and not len(programs.restore):
+    captures.check_source(state.retention.checkpoints, spec, state.limits)
+    restores = spec.restored_len and not captures.takes_part(state.retention.checkpoints, spec)
+    if restores and not len(programs.restore):
         raise RequestError("this core has no restore programs", param="restored_len", code="unsupported")
     if spec.external and not spec.restored_len:
         raise RequestError("external state needs its length", param="restored_len", code="invalid_value")
-    captures.check_source(state.retention.checkpoints, spec)
     windows = state.limits.state_rows and len(programs.snapshot) and len(programs.restore)
     if captures.needs_private_row(spec, state.limits.feature_tokens) and not windows:
         message = (
@@ -145,7 +146,8 @@ def admit(state: State, spec: RequestSpec, now_ns: int) -> tuple[State, RequestH
     requests.epoch[slot] += 1
     requests.prompt_len[slot], requests.max_tokens[slot] = len(spec.prompt), spec.max_tokens
     requests.scored[slot], requests.constraints[slot] = spec.scored, int(spec.constraints)
-    first_stage(requests, slot, spec, state.limits)
+    shares = captures.takes_part(state.retention.checkpoints, spec)
+    first_stage(requests, slot, spec, state.limits, shares=shares)
     handle, draft = RequestHandle(slot, int(requests.generation[slot])), Draft(state)
     set_bounds(requests, slot, spec, captures.admit(draft, requests, handle, spec, now_ns))
     counters = dataclasses.replace(state.counters, admitted=state.counters.admitted + 1)

@@ -48,11 +48,12 @@ from helios_jax.scheduler.types import (
 )
 
 
-def check_source(checkpoints: library.Checkpoints, spec: RequestSpec) -> None:
+def check_source(checkpoints: library.Checkpoints, spec: RequestSpec, limits: Limits) -> None:
     """Refuse a request whose source of restoration is not what it says.
 
     Raises:
-        RequestError: The checkpoint is gone (match the prompt again), or covers another length.
+        RequestError: The checkpoint is gone (match the prompt again), or covers another length; where parts are
+            shared, the part is not whole pages of it.
     """
     if not spec.restore_from:
         return
@@ -60,9 +61,17 @@ def check_source(checkpoints: library.Checkpoints, spec: RequestSpec) -> None:
         message = f"checkpoint {spec.restore_from} is not published (any more); match the prompt again"
         raise RequestError(message, param="restore_from", code="checkpoint_gone")
     endpoint = int(checkpoints.endpoints[library.index_of(checkpoints, spec.restore_from)])
-    if endpoint != spec.restored_len:
+    is_part = 0 < spec.restored_len < endpoint and spec.restored_len % limits.page_size == 0
+    if endpoint != spec.restored_len and not (limits.shares_parts and is_part):
         message = f"checkpoint {spec.restore_from} covers {endpoint} tokens, restored_len says {spec.restored_len}"
         raise RequestError(message, param="restored_len", code="invalid_value")
+
+
+def takes_part(checkpoints: library.Checkpoints, spec: RequestSpec) -> bool:
+    """Whether a request that was accepted begins with pages of a checkpoint, and not with its state."""
+    if not spec.restore_from:
+        return False
+    return spec.restored_len < int(checkpoints.endpoints[library.index_of(checkpoints, spec.restore_from)])
 
 
 def needs_private_row(spec: RequestSpec, feature_tokens: int) -> bool:
@@ -83,11 +92,13 @@ def private_row_obtainable(state: State, spec: RequestSpec) -> bool:
 def admit(draft: Draft, requests: Requests, handle: RequestHandle, spec: RequestSpec, now_ns: int) -> int:
     """Plan the captures of a request whose columns were just set up; returns its first cut, 0 without one.
 
-    The checkpoint that it is restored from stays pinned until its restore is complete.
+    The checkpoint that it is restored from stays pinned until its restore is complete. One that it shares
+    pages with is neither read nor in demand: the pages are the request's own from now on, and what is
+    behind them was not asked for.
     """
     slot = handle.slot
     draft.demand_ns[slot], draft.captured_len[slot] = now_ns, spec.restored_len
-    if spec.restore_from:
+    if spec.restore_from and not takes_part(draft.checkpoints, spec):
         draft.checkpoints = library.pin(library.touch(draft.checkpoints, spec.restore_from, now_ns), spec.restore_from)
         draft.pinned[slot], draft.used[slot] = spec.restore_from, (spec.restore_from,)
         place = library.index_of(draft.checkpoints, spec.restore_from)

@@ -68,7 +68,7 @@ from helios_jax.scheduler.state import (
     Phase,
     State,
 )
-from helios_jax.scheduler.types import LaneRole
+from helios_jax.scheduler.types import LaneRole, RequestSpec
 
 
 def check_invariants(state: State) -> None:
@@ -130,6 +130,11 @@ def _occupancy(state: State) -> str | None:
     return None
 
 
+def _shares(state: State, spec: RequestSpec) -> bool:
+    """Whether a request may have begun with pages of a part of a checkpoint."""
+    return state.limits.shares_parts and spec.restore_from > 0 and spec.restored_len % state.limits.page_size == 0
+
+
 def _lengths(state: State) -> str | None:
     r = state.requests
     for slot in np.flatnonzero(r.phase != FREE).tolist():
@@ -142,7 +147,7 @@ def _lengths(state: State) -> str | None:
         decoding = consumed == prompt and committed == prompt + output - 1 and 1 <= output < spec.max_tokens
         prompting = consumed == committed < prompt and output == 0
         agrees = {
-            INITIALIZE: consumed == committed == output == 0,
+            INITIALIZE: prompting and (not consumed or _shares(state, spec)),
             RESTORE: prompting and consumed > 0,
             EXTERNAL: prompting and consumed > 0,
             VISION: prompting and r.images_done[slot] < r.window_images[slot],

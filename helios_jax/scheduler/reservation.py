@@ -70,9 +70,12 @@ def spare_pages(state: State) -> int:
 
 
 def pages_of_source(state: State, spec: RequestSpec) -> tuple[int, ...]:
-    """The pages that a request shares from its admission on: those of the checkpoint that it is restored from."""
+    """Pages that a request shares from its admission on: those of the checkpoint, or of the part, it begins with."""
+    if not spec.restore_from:
+        return ()
     known = state.retention.checkpoints
-    return known.pages[library.index_of(known, spec.restore_from)] if spec.restore_from else ()
+    pages = known.pages[library.index_of(known, spec.restore_from)]
+    return pages[: spec.restored_len // state.limits.page_size]
 
 
 def admission_pages(state: State, spec: RequestSpec) -> int:

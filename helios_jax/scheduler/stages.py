@@ -16,8 +16,12 @@ from helios_jax.scheduler.state import DECODE, EXTERNAL, INITIALIZE, PROMPT, RES
 from helios_jax.scheduler.types import Limits, RequestSpec
 
 
-def first_stage(requests: Requests, slot: int, spec: RequestSpec, limits: Limits) -> None:
-    """Set up the columns of a request that was just admitted; restored tokens count as consumed."""
+def first_stage(requests: Requests, slot: int, spec: RequestSpec, limits: Limits, *, shares: bool = False) -> None:
+    """Set up the columns of a request that was just admitted; restored tokens count as consumed.
+
+    Args:
+        shares: They are in pages that it shares; nothing is restored.
+    """
     requests.consumed_len[slot] = requests.committed_len[slot] = spec.restored_len
     requests.written_len[slot] = spec.restored_len
     requests.images_done[slot] = sum(span.end <= spec.restored_len for span in spec.image_spans)
@@ -26,7 +30,7 @@ def first_stage(requests: Requests, slot: int, spec: RequestSpec, limits: Limits
     if spec.external:
         requests.phase[slot] = EXTERNAL
     else:
-        requests.phase[slot] = RESTORE if spec.restored_len else INITIALIZE
+        requests.phase[slot] = RESTORE if spec.restored_len and not shares else INITIALIZE
 
 
 def open_window(requests: Requests, slot: int, spec: RequestSpec, limits: Limits) -> None:

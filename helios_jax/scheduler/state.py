@@ -281,6 +281,8 @@ def new_state(catalog: Catalog, limits: Limits, policy: PolicyConfig | None = No
             raise ConfigError(f"{name} must be at least {least}, got {getattr(limits, name)}")
     if limits.frames > 2:
         raise ConfigError(f"frames must be 1 or 2, got {limits.frames}")
+    if limits.shares_parts and limits.draft_extent:
+        raise ConfigError("pages with a draft's context cannot be shared in parts; leave shares_parts out")
     programs, policy = tabulate(catalog), policy or PolicyConfig()
     check_mode(programs, policy.speculation)
     columns = {name: np.zeros(limits.slots, np.int64) for name in REQUEST_COLUMNS}

@@ -42,6 +42,9 @@ class Limits:
         stops_on_device: Programs know stop tokens and leave the state of a row alone once its output
             has ended. Without it, a program queued behind a stop token moves the state past it, and
             the request has nothing exact left to capture.
+        shares_parts: A request may begin with the whole pages of any part of a checkpoint: what tokens leave behind
+            is in their pages alone. Models with recurrent state, and those with a draft's context, whose last
+            row depends on the token behind it, are restored from whole checkpoints only.
     """
 
     slots: int
@@ -53,6 +56,7 @@ class Limits:
     draft_extent: int = 0
     frames: int = 2
     stops_on_device: bool = False
+    shares_parts: bool = False
 
 
 class FinishReason(enum.StrEnum):
@@ -109,6 +113,8 @@ class RequestSpec:
         image_spans: Images of the prompt, in order, disjoint.
         system_end: End of the system part of the prompt; a prefill stops there. 0 = none.
         restored_len: Prompt tokens that a restore brings back instead of prefill.
+            Fewer than `restore_from` covers are whole pages, which are shared and need no restore
+            (`Limits.shares_parts`).
         restore_from: Id of the checkpoint that holds them, 0 if none is named.
         external: The state to restore is still on its way from outside the device.
         preemptions: How often it gave up its pages to others before; it is promised more each time.

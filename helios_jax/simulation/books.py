@@ -50,7 +50,11 @@ class Books:
                 self._owner[page] = fresh
 
     def initialize(self, lane: Lane) -> None:
-        self.committed[lane.handle] = 0
+        """Begin a request; `lane.start` tokens of its prompt are in pages that it shares."""
+        spec = self._specs.get(lane.handle)
+        if lane.start and (spec is None or not spec.restore_from or lane.start != spec.restored_len):
+            raise InvariantError(f"{lane} begins with tokens that it does not share")
+        self.committed[lane.handle] = lane.start
 
     def snapshot(self, lane: Lane) -> None:
         """Copy the state of a request into a row; the copy is of exactly the committed position."""

@@ -40,12 +40,12 @@ def hybrid_catalog() -> Catalog:
 
 def hybrid_state(
     rows: int, *, fraction: float = 1.0, snapshot_ms: float = 0.1, slots: int = 4, catalog: Catalog | None = None,
-    features: int = 4, stops_on_device: bool = False, **policy: Any,
+    features: int = 4, stops_on_device: bool = False, pages: int = 64, shares_parts: bool = False, **policy: Any,
 ) -> State:  # fmt: skip
     """A state whose programs take 1 ms, state copies `snapshot_ms` (0: never measured)."""
     limits = Limits(
-        slots=slots, pages=64, page_size=4, max_context=64, state_rows=rows, feature_tokens=features,
-        stops_on_device=stops_on_device,
+        slots=slots, pages=pages, page_size=4, max_context=64, state_rows=rows, feature_tokens=features,
+        stops_on_device=stops_on_device, shares_parts=shares_parts,
     )  # fmt: skip
     state = new_state(
         catalog or hybrid_catalog(), limits, PolicyConfig(checkpoint_extra_work_fraction=fraction, **policy)
