@@ -8,8 +8,8 @@ d proposals.
 
 The life of a slot's estimates:
 
-1. `reset_slots` at admission, with weight two: a forecast starts from the population prior, acceptance
-   from 0.5^d or what the population's rounds show, whichever is higher (ADR 0015).
+1. `reset_slots` at admission: a forecast starts from the population prior with weight two, acceptance from
+   0.5^d with weight two or from what the population's rounds show, whichever is higher (ADR 0015).
 2. A round completes: `observe_forecast`, then `observe_acceptance`, which ages what the slot
    knows by the tokens that it generated (also of rounds and programs without proposals).
 3. A decision reads `survival` (ordinary) or `optimistic` (probes), and prices lanes with
@@ -32,6 +32,7 @@ from helios_jax.scheduler.sidecars import checked_confidence, checked_survival
 LEARNED, COPY = 0, 1  # rows of the source axis
 NUM_SOURCES = 2
 FIRST_WEIGHT = 2.0
+POPULATION_WEIGHT = 8.0  # most weight that a request's start takes from the population
 MAX_WEIGHT = 128.0
 LEAST_WEIGHT = 1e-100  # far below any weight that matters; bounds the division by an aged weight
 HALF_LIFE_TOKENS = 128.0
@@ -82,14 +83,17 @@ def new_acceptance(slots: int, depth: int) -> Acceptance:
 def reset_slots(acceptance: Acceptance, slots: np.ndarray | list[int]) -> Acceptance:
     """Forget the former occupants of `slots`: nothing of a request outlives it but its share in the priors.
 
-    Acceptance starts no lower than 0.5^d: every request tries its luck, whatever became of others.
+    Acceptance starts no lower than 0.5^d: every request tries its luck, whatever became of others. Where others
+    did better, their mean weighs more than a guess, so that one early refusal does not end the wide rounds.
     """
     if not acceptance.depth or not len(slots):
         return acceptance
     draft = _draft(acceptance)
-    draft.accept_mean[slots] = np.maximum(0.5 ** np.arange(1.0, acceptance.depth + 1.0), acceptance.accept_prior)
-    draft.forecast_mean[slots] = acceptance.prior
-    draft.accept_weight[slots] = draft.forecast_weight[slots] = FIRST_WEIGHT
+    guess, shown = 0.5 ** np.arange(1.0, acceptance.depth + 1.0), acceptance.accept_prior
+    draft.accept_mean[slots] = np.maximum(guess, shown)
+    known = np.minimum(acceptance.accept_prior_weight, POPULATION_WEIGHT)
+    draft.accept_weight[slots] = np.where(shown > guess, known, FIRST_WEIGHT)
+    draft.forecast_mean[slots], draft.forecast_weight[slots] = acceptance.prior, FIRST_WEIGHT
     return _sealed(draft)
 
 

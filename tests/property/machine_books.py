@@ -130,7 +130,7 @@ class Learned:
 
     def __init__(self, prior: Sequence[float], population: dict[str, list[list[float]]]) -> None:
         self.accept = {
-            source: [[max(mean, 0.5**d), 2.0] for d, (mean, _) in enumerate(shown, 1)]
+            source: [[m, min(weight, 8.0)] if m > 0.5**d else [0.5**d, 2.0] for d, (m, weight) in enumerate(shown, 1)]
             for source, shown in population.items()
         }
         self.forecast = [[mean, 2.0] for mean in prior]

@@ -41,7 +41,9 @@ class Book:
         for d in range(DEPTH):
             self.forecast[slot, d] = [self.prior[d], 2.0]
             for source in (LEARNED, COPY):
-                self.accept[slot, source, d] = [max(0.5 ** (d + 1), self.shown[source, d][0]), 2.0]
+                mean, weight = self.shown[source, d]
+                better = mean > 0.5 ** (d + 1)
+                self.accept[slot, source, d] = [mean, min(weight, 8.0)] if better else [0.5 ** (d + 1), 2.0]
 
     @staticmethod
     def average(entry: list[float], y: float) -> None:
@@ -222,17 +224,22 @@ def test_acceptance_of_a_new_request_starts_from_the_population_and_no_lower_tha
     calm, one = np.zeros(2, np.bool_), np.array([True, False])
 
     def started(accepted: list[int], teaches: np.ndarray, rounds: int = 200) -> np.ndarray:
+        return fresh(accepted, teaches, rounds).accept_mean[1]
+
+    def fresh(accepted: list[int], teaches: np.ndarray, rounds: int) -> Acceptance:
         estimates = new_acceptance(2, 3)
         for _ in range(rounds):
             tokens = np.array(accepted) + 1
             estimates = observe_acceptance(estimates, LEARNED, both, np.array(accepted), calm, tokens, teaches=teaches)
-        return reset_slots(estimates, [1]).accept_mean[1]
+        return reset_slots(estimates, [1])
 
     assert (started([3, 3], one)[LEARNED] > 0.99).all()
     assert started([3, 3], one)[COPY].tolist() == halves  # each source for itself
     assert started([0, 0], one)[LEARNED].tolist() == halves
     assert started([3, 0], ~one)[LEARNED].tolist() == halves  # slot 0 is constrained
     assert started([3, 3], calm)[LEARNED].tolist() == halves
+    weights = [fresh([1, 0], one, rounds).accept_weight[1, LEARNED].tolist() for rounds in (1, 3, 200)]
+    assert weights == [[3.0, 2.0, 2.0], [5.0, 2.0, 2.0], [8.0, 2.0, 2.0]]  # a guess weighs two, what is known up to eight
     np.testing.assert_allclose(started([2, 0], one, rounds=1)[LEARNED], [2 / 3, 0.5, 0.125])
 
 
