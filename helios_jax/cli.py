@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL|CORE", help=MODEL_HELP)
     _add_core_options(serve)
     _add_speculation_options(serve, chooses_width=True)
+    _add_reuse_options(serve)
     _add_server_options(serve)
     _add_engine_options(serve)
 
@@ -94,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="system message")
     _add_core_options(chat)
     _add_speculation_options(chat, chooses_width=True)
+    _add_reuse_options(chat)
     _add_sampling_options(chat, max_tokens=None)
 
     generate = command("generate", _generate, "continue a prompt")
@@ -102,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="give the prompt as a user's message, by the template")
     _add_core_options(generate)
     _add_speculation_options(generate, chooses_width=True)
+    _add_reuse_options(generate)
     _add_sampling_options(generate, max_tokens=128)
 
     simulate = command("simulate", _simulate, "run a policy on measured step times and a trace, in virtual time")
@@ -122,6 +125,22 @@ def _add_core_options(sub: argparse.ArgumentParser) -> None:
         "--mixed-prefill",
         action=argparse.BooleanOptionalAction,
         help="also programs that run a prompt chunk beside decoding requests (no); --no-... leaves a core's out",
+    )
+    group.add_argument(
+        "--checkpoint-rows",
+        dest="state_rows",
+        type=int,
+        metavar="N",
+        help="states of prompts and conversations kept for others that begin alike; 0 = none (4 a slot, if they fit)",
+    )
+
+
+def _add_reuse_options(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("reuse of prompts")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="begin with kept states where a prompt begins with known tokens (yes, in a core with rows for them)",
     )
 
 
@@ -270,20 +289,30 @@ def _add_simulation_options(sub: argparse.ArgumentParser) -> None:
 
 def core_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `aot.CoreOptions`; None where nothing was said."""
-    names = ["max_slots", "max_context", "dtype", "page_size", "num_pages", "prefill_chunk", "mixed_prefill"]
+    names = [
+        "max_slots",
+        "max_context",
+        "dtype",
+        "page_size",
+        "num_pages",
+        "prefill_chunk",
+        "mixed_prefill",
+        "state_rows",
+    ]
     names += ["spec_method", "draft_model", "num_draft_tokens", "speculative_token_capacity"]
     return {name: getattr(options, name) for name in names}
 
 
-def width_options(options: argparse.Namespace) -> dict[str, Any]:
-    """How widths of rounds are chosen; keyword arguments of `LLM` too."""
-    return {name: getattr(options, name) for name in ("spec_width", "mtp_adaptive_verification_alpha")}
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """How widths of rounds are chosen, and whether prompts are reused; keyword arguments of `LLM` too."""
+    names = ("spec_width", "mtp_adaptive_verification_alpha", "enable_prefix_caching")
+    return {name: getattr(options, name) for name in names}
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """How `serve` runs its engine."""
     return EngineConfig(
-        **{name: value for name, value in width_options(options).items() if value is not None},
+        **{name: value for name, value in engine_options(options).items() if value is not None},
         max_queue=options.max_queue,
         ready_timeout_s=options.ready_timeout,
         grammar_timeout_s=options.grammar_timeout,
@@ -399,7 +428,7 @@ def _simulate(options: argparse.Namespace) -> None:
 def _open_llm(options: argparse.Namespace) -> Any:
     from helios_jax.engine.llm import LLM
 
-    return LLM(options.model, **core_options(options), **width_options(options))
+    return LLM(options.model, **core_options(options), **engine_options(options))
 
 
 def _sampling(options: argparse.Namespace) -> Any:

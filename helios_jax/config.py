@@ -46,6 +46,8 @@ class EngineConfig:
         mtp_adaptive_verification_alpha: Exponent on the acceptance estimates that widths are chosen by, finite
             and positive; above 1 is more careful than what was observed, None is 1.
         grammar_timeout_s: For the compilation of one grammar of structured outputs; slower ones are refused.
+        enable_prefix_caching: Keep states of prompts and conversations in the core's state rows, and begin with them
+            where another prompt begins with the same tokens; False computes every prompt.
         async_scheduling: Submit the next decode step before the last one is over, so that the device does not
             wait for the host; False has one frame in flight at a time.
 
@@ -63,6 +65,7 @@ class EngineConfig:
     checkpoint_extra_work_fraction: float | None = None
     spec_width: str = "adaptive"
     mtp_adaptive_verification_alpha: float | None = None
+    enable_prefix_caching: bool = True
     async_scheduling: bool = True
     grammar_timeout_s: float = DEFAULT_GRAMMAR_TIMEOUT_S
 

@@ -57,7 +57,9 @@ def smollm2_rounds_core_dir(cache_dir: Path) -> Path:
     from helios_jax.models.source import open_source
 
     out = cache_dir / "smollm2-copy-4x512"
-    options = CoreOptions(max_slots=4, max_context=512, prefill_chunk=128, spec_method="copy", num_draft_tokens=3)
+    options = CoreOptions(
+        max_slots=4, max_context=512, prefill_chunk=128, spec_method="copy", num_draft_tokens=3, state_rows=0
+    )
     try:
         load_core(out).close()
     except CoreError:
@@ -84,7 +86,9 @@ def tiny_copy_core_dir(cache_dir: Path) -> Path:
     from tests.golden.tiny import tiny_checkpoint
 
     out = cache_dir / "tiny-llama3-copy-2x128"
-    options = CoreOptions(max_slots=2, max_context=128, prefill_chunk=64, spec_method="copy", num_draft_tokens=3)
+    options = CoreOptions(
+        max_slots=2, max_context=128, prefill_chunk=64, spec_method="copy", num_draft_tokens=3, state_rows=0
+    )
     prepare(tiny_checkpoint("llama3"), options, out).close()
     return out
 
@@ -103,6 +107,7 @@ def tiny_draft_core_dir(cache_dir: Path) -> Path:
         spec_method="draft",
         draft_model=str(tiny_checkpoint("qwen3")),
         num_draft_tokens=2,
+        state_rows=0,
     )
     prepare(tiny_checkpoint("llama3"), options, out).close()
     return out

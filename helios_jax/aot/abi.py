@@ -122,31 +122,14 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
       the prompt row's index, -1 without one; `start` [1] the position of its first token, `sample` [1] 1 if
       the chunk ends the prompt, `tokens` [F] its tokens from index 0 on, F the prefill capacity.
       `calibration`, `proposal` and `confidence` as in a round; the prompt row has no proposals.
-    snapshot, restore: `slot`, `row` [B] state row (0 = inactive), `page` [B] of the pool that is copied out of, or
-      into; 0 = none.
+    snapshot: `slot`, `row` [B] state row (0 = inactive), `page` [B] of the pool that is copied out of; 0 = none.
+    restore: as a snapshot, `page` is copied into; and all of initialize, which it begins with.
     """
     b, t = shape.batch_capacity, shape.token_capacity
     table: dict[str, tuple[int, ...]] = {"page_table": (b, dims.pages_per_slot)}
     match shape.kind:
         case ProgramKind.INITIALIZE:
-            return _layout(
-                {
-                    "slot": (b,),
-                    "prompt_len": (b,),
-                    "seed": (b, 2),
-                    "top_k": (b,),
-                    "bias_ids": (b, MAX_LOGIT_BIAS),
-                },
-                {
-                    "temperature": (b,),
-                    "top_p": (b,),
-                    "min_p": (b,),
-                    "repetition_penalty": (b,),
-                    "presence_penalty": (b,),
-                    "frequency_penalty": (b,),
-                    "bias_values": (b, MAX_LOGIT_BIAS),
-                },
-            )
+            return _layout({"slot": (b,)} | _settings(b)[0], _settings(b)[1])
         case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
             rows: dict[str, tuple[int, ...]] = {"slot": (b,), "query_len": (b,), "start": (b,), "sample": (b,)}
             ints = rows | _flags() | table | {"tokens": (t,)}
@@ -164,8 +147,10 @@ def control_layout(shape: ProgramShape, dims: Dims) -> Layout:
             one: dict[str, tuple[int, ...]] = dict.fromkeys(("prefill_row", "start", "sample"), (1,)) | _flags()
             prompt: dict[str, tuple[int, ...]] = {"tokens": (shape.prefill_capacity,)}
             return _layout({"slot": (b,), "query_len": (b,)} | one | table | proposal | prompt, confidence)
-        case ProgramKind.SNAPSHOT | ProgramKind.RESTORE:
+        case ProgramKind.SNAPSHOT:
             return _layout(dict.fromkeys(("slot", "row", "page"), (b,)), {})
+        case ProgramKind.RESTORE:
+            return _layout(dict.fromkeys(("slot", "row", "page"), (b,)) | _settings(b)[0], _settings(b)[1])
         case _:
             raise ValueError(f"program kind {shape.kind} has no control layout")
 
@@ -183,6 +168,13 @@ def mask_shape(shape: ProgramShape, dims: Dims) -> tuple[int, int] | None:
     rounds = shape.kind in (ProgramKind.SPECULATIVE, ProgramKind.MIXED)
     rows = shape.batch_capacity * (shape.token_capacity if rounds else 1)
     return rows, -(-dims.vocab_size // MASK_BITS)
+
+
+def _settings(b: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The int32 and float32 control fields of a request that takes over a slot."""
+    ints = {"prompt_len": (b,), "seed": (b, 2), "top_k": (b,), "bias_ids": (b, MAX_LOGIT_BIAS)}
+    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return ints, dict.fromkeys(names, (b,)) | {"bias_values": (b, MAX_LOGIT_BIAS)}
 
 
 def _flags() -> dict[str, tuple[int, ...]]:

@@ -12,13 +12,13 @@ from helios_jax.aot.abi import Dims
 from helios_jax.aot.compile import ProgramFactory
 from helios_jax.aot.fingerprint import current_fingerprint, differences, helios_version
 from helios_jax.aot.manifest import MANIFEST_NAME, DraftInfo, Manifest, SourceInfo, read_manifest
-from helios_jax.aot.memory import MemoryPlan, device_budget, headroom_bytes, plan_memory
+from helios_jax.aot.memory import MemoryPlan, default_rows, device_budget, headroom_bytes, plan_memory
 from helios_jax.aot.options import CoreOptions, conflicts, load_options
 from helios_jax.aot.source import Source
 from helios_jax.aot.speculation import joint_shapes, reduced, round_shapes
 from helios_jax.errors import ConfigError, CoreError
 from helios_jax.models.interface import Draft, Model
-from helios_jax.scheduler.catalog import Catalog, ProgramShape, serving_catalog
+from helios_jax.scheduler.catalog import Catalog, ProgramShape, copy_shapes, serving_catalog
 
 
 def expected_manifest(
@@ -37,6 +37,9 @@ def expected_manifest(
     options = asked.resolve(source.model, draft_model)
     info, draft_facts = source_info(source), draft_info(draft) if draft is not None else None
     same = stored is not None and stored.asked == asked and not _other_models(stored, info, draft_facts)
+    if options.state_rows is None:
+        rows = default_rows(source.model, options, factory.abstract_state, draft_model)
+        options = dataclasses.replace(options, state_rows=rows)
     dims, plan = plan_pages(source.model, draft_model, options, stored if same else None, factory)
     manifest = Manifest(
         helios_version=helios_version(),
@@ -109,7 +112,10 @@ def core_catalog(options: CoreOptions) -> Catalog:
     The one list that memory is planned by, that is compiled, and that `inspect` shows.
     """
     assert options.prefill_chunk is not None
-    plain = serving_catalog(max_slots=options.max_slots, prefill_chunk=options.prefill_chunk)
+    plain = (
+        *serving_catalog(max_slots=options.max_slots, prefill_chunk=options.prefill_chunk),
+        *(copy_shapes(options.max_slots) if options.state_rows else ()),
+    )
     rounds = round_shapes(
         method=options.spec_method,
         max_slots=options.max_slots,
@@ -158,6 +164,7 @@ def loaded_shapes(catalog: tuple[ProgramShape, ...], options: CoreOptions) -> tu
         draft_tokens=options.num_draft_tokens,
         token_capacity=options.speculative_token_capacity,
         mixed=options.mixed_prefill,
+        copies=bool(options.state_rows),
     )
 
 

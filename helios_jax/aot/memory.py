@@ -34,6 +34,8 @@ FIXED_HEADROOM_BYTES = 64 << 20  # for temporaries that do not grow with a progr
 # Temporaries of a program, in multiples of its rows; measured are 2.5 and 7.5 (docs/LOG.md, "Headroom").
 ACTIVATION_FACTOR = 3
 LOGITS_FACTOR = 8
+ROWS_A_SLOT = 4
+ROWS_SHARE = 16  # state rows take at most one part in so many of weights and cache, unless somebody asks for more
 CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
 CGROUP_USAGE = pathlib.Path("/sys/fs/cgroup/memory.current")
 MEMINFO = pathlib.Path("/proc/meminfo")
@@ -127,7 +129,7 @@ def _vocabulary_rows(shape: ProgramShape) -> int:
             return packed_rows(shape)
         case ProgramKind.SCORED_PREFILL:
             return shape.batch_capacity + SCORE_TILE
-        case ProgramKind.INITIALIZE:
+        case ProgramKind.INITIALIZE | ProgramKind.SNAPSHOT | ProgramKind.RESTORE:
             return 0
         case _:
             return shape.batch_capacity
@@ -149,19 +151,42 @@ def device_budget(utilization: float, headroom: int) -> int | None:
     return int(limit * utilization) - int(stats.get("bytes_in_use", 0)) - headroom
 
 
+def _per_slot(options: CoreOptions) -> int:
+    """Pages of a whole context and of what a draft model may write behind it."""
+    assert options.max_context is not None
+    return -(-(options.max_context + options.draft_extent) // options.page_size)
+
+
 def make_dims(model: Model, options: CoreOptions, usable_pages: int) -> Dims:
     """Static extents for resolved `options`; one more page than usable, page 0 is scratch.
 
     A page table covers the whole context and what a draft model may write behind it.
     """
-    assert options.max_context is not None
     return Dims(
         slots=options.max_slots,
-        pages_per_slot=-(-(options.max_context + options.draft_extent) // options.page_size),
+        pages_per_slot=_per_slot(options),
         num_pages=usable_pages + 1,
         page_size=options.page_size,
         vocab_size=model.vocab_size,
+        state_rows=options.state_rows or 0,
     )
+
+
+def default_rows(model: Model, options: CoreOptions, abstract_state: AbstractState, draft: Draft | None = None) -> int:
+    """State rows of resolved `options` where nothing was said.
+
+    `ROWS_A_SLOT` a slot: the turns of conversations that wait for their users, besides those that run. What a row
+    takes depends on the model (a page of the cache, and recurrent state where there is some), so they are no more
+    than a part of weights and cache can be, none if not a single one is. Free memory does not matter: with it the
+    number, and with it every program, would differ from start to start.
+    """
+    pages = options.num_pages if options.num_pages is not None else options.max_slots * _per_slot(options)
+    dims = make_dims(model, dataclasses.replace(options, state_rows=0), pages)
+    params, without, _ = measure(model, dims, options.dtype, abstract_state, draft)
+    one, two = (
+        tree_bytes(abstract_state(model, dataclasses.replace(dims, state_rows=rows), options.dtype)) for rows in (1, 2)
+    )
+    return min(ROWS_A_SLOT * options.max_slots, (params + without) // (ROWS_SHARE * max(1, two - one)))
 
 
 def measure(
@@ -215,8 +240,14 @@ def _does_not_fit(
 ) -> str:
     asked = "num_pages" if options.num_pages is not None else f"one request of max_context {options.max_context}"
     return (
-        f"not enough memory: {human(params)} of weights, {human(fixed - params)} of slot tables and {pages} KV pages"
-        f" of {human(page)} ({asked}) need {human(fixed + pages * page)}; {human(max(0, budget))} may be used"
-        f" (memory_utilization {options.memory_utilization:g}), room for {fitting} pages:"
+        f"not enough memory: {human(params)} of weights, {human(fixed - params)} of {_tables(options)}"
+        f" and {pages} KV pages of {human(page)} ({asked}) need {human(fixed + pages * page)};"
+        f" {human(max(0, budget))} may be used (memory_utilization {options.memory_utilization:g}),"
+        f" room for {fitting} pages:"
         " lower num_pages, max_context or max_slots, or use a 16-bit dtype"
     )
+
+
+def _tables(options: CoreOptions) -> str:
+    rows = options.state_rows
+    return f"slot tables and {rows} state_rows" if rows else "slot tables"

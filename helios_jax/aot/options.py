@@ -29,6 +29,7 @@ PAGE_SIZES = (16, 64)
 DEFAULT_MAX_CONTEXT = 2048
 DEFAULT_PREFILL_CHUNK = 512
 MAX_PAGES = 2**31 - 1  # page ids are int32
+MAX_STATE_ROWS = 4096
 SPECULATION = ("spec_method", "draft_model", "num_draft_tokens", "speculative_token_capacity")
 
 
@@ -68,6 +69,9 @@ class CoreOptions:
             power of two up to 256. Wider rounds than R allows are not in the core.
         mixed_prefill: Whether the core also holds mixed programs: a prompt chunk and decoding requests in
             one execution. At least two slots.
+        state_rows: State rows, each of which keeps what a prompt or conversation left behind for those that
+            begin with the same tokens; 0 = no such reuse, and no programs for it. None means four a slot, or
+            what a sixteenth of weights and cache hold if that is less; see `memory.default_rows`.
 
     Raises:
         ConfigError: Naming the option, what was given and what is allowed.
@@ -85,6 +89,7 @@ class CoreOptions:
     num_draft_tokens: int | None = None
     speculative_token_capacity: int | None = None
     mixed_prefill: bool = False
+    state_rows: int | None = None
 
     def __post_init__(self) -> None:
         slots, context = self.max_slots, self.max_context
@@ -100,6 +105,9 @@ class CoreOptions:
         _require(ok, "memory_utilization", share, "a number in (0, 1]")
         mixed = self.mixed_prefill
         _require(isinstance(mixed, bool), "mixed_prefill", mixed, "True or False")
+        rows = self.state_rows
+        ok = rows is None or (_is_int(rows) and 0 <= rows <= MAX_STATE_ROWS)
+        _require(ok, "state_rows", rows, f"an integer in [0, {MAX_STATE_ROWS}]")
         self._check_speculation_ranges()
 
     def _check_speculation_ranges(self) -> None:
@@ -134,7 +142,7 @@ class CoreOptions:
                 raise ConfigError(f"{name} {value} needs a spec_method: copy, draft or mtp; got 'none'")
 
     def resolve(self, model: Model, draft: Draft | None = None) -> CoreOptions:
-        """The same options with every default but `num_pages` filled in for `model`.
+        """The same options with every default but `num_pages` and `state_rows` filled in for `model`.
 
         Args:
             draft: The draft model, with `spec_method` "draft"; the heads with "mtp".
@@ -194,12 +202,14 @@ class CoreOptions:
     def to_json(self) -> dict[str, Any]:
         """A dictionary of plain JSON values; `CoreOptions(**it)` is equal to `self`.
 
-        Speculation and mixed programs are left out where there are none: the names of such cores do not
-        depend on them.
+        Speculation and mixed programs are left out where there are none, state rows where nothing was said: the
+        names of such cores do not depend on them.
         """
         plain = dataclasses.asdict(self)
         if not self.mixed_prefill:
             del plain["mixed_prefill"]
+        if self.state_rows is None:
+            del plain["state_rows"]
         if self.spec_method == "none":
             plain = {name: value for name, value in plain.items() if name not in SPECULATION}
         return {name: int(value) if isinstance(value, np.integer) else value for name, value in plain.items()}
@@ -248,7 +258,8 @@ def load_options(asked: CoreOptions | Mapping[str, Any], held: CoreOptions) -> C
     """
     chosen = _set(asked)
     given = {name: value for name, value in chosen.items() if name in SPECULATION}
-    held = dataclasses.replace(held, mixed_prefill=chosen.get("mixed_prefill", held.mixed_prefill))
+    less = {name: chosen[name] for name in ("mixed_prefill", "state_rows") if name in chosen}
+    held = dataclasses.replace(held, **less)
     if given.get("spec_method") == "none":
         dataclasses.replace(CoreOptions(), **given).check_method()
         return dataclasses.replace(held, **{name: getattr(CoreOptions(), name) for name in SPECULATION})
@@ -269,4 +280,6 @@ def _leaves_out(name: str, want: Any, have: Any) -> bool:
         return want == "none"
     if name == "mixed_prefill":
         return want is False
+    if name == "state_rows":
+        return want == 0
     return name in ("num_draft_tokens", "speculative_token_capacity") and have is not None and want < have

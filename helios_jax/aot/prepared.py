@@ -13,7 +13,7 @@ import numpy as np
 from helios_jax.aot.abi import Dims
 from helios_jax.aot.counters import compile_counter
 from helios_jax.aot.device_state import abstract_state
-from helios_jax.aot.host_copies import compile_host_copies
+from helios_jax.aot.host_copies import HostCopies, compile_host_copies
 from helios_jax.aot.memory import MemoryPlan
 from helios_jax.aot.options import CoreOptions
 from helios_jax.aot.report import ProgramReport, summary
@@ -94,13 +94,15 @@ class PreparedCore:
 
     @property
     def limits(self) -> Limits:
-        """The scheduler's sizes: slots, usable pages, page size, context, what drafts write behind a lane."""
+        """The scheduler's sizes: slots, pages, page size, context, state rows, what drafts write behind a lane."""
         assert self.options.max_context is not None
+        copies = self.supports(ProgramKind.SNAPSHOT) and self.supports(ProgramKind.RESTORE)
         return Limits(
             slots=self.dims.slots,
             pages=self.dims.num_pages - 1,
             page_size=self.dims.page_size,
             max_context=self.options.max_context,
+            state_rows=self.dims.state_rows if copies else 0,
             draft_extent=self.options.draft_extent,
         )
 
@@ -118,7 +120,7 @@ class PreparedCore:
         """Fresh device state after a failure; see `DeviceRunner.reset`. Compiles nothing."""
         self.runner.reset()
 
-    def enable_host_copies(self) -> None:
+    def enable_host_copies(self) -> HostCopies:
         """Compile what copies checkpoints to the host and back (a second or two); before `ready`.
 
         Raises:
@@ -127,7 +129,8 @@ class PreparedCore:
         if not self.dims.state_rows:
             raise ConfigError("host_checkpoint_bytes needs a core with state rows: this one keeps no checkpoints")
         state = abstract_state(self.model, self.dims, jnp.dtype(self.options.dtype), self.draft)
-        self.runner.host_copies = compile_host_copies(state)
+        self.runner.host_copies = copies = compile_host_copies(state)
+        return copies
 
     def compiles_after_ready(self) -> int:
         """Compilations in this process since the core was ready; anything but 0 is a bug."""

@@ -120,7 +120,8 @@ def _source(method: str) -> ProposalSource:
 
 
 def reduced(
-    shapes: Iterable[ProgramShape], *, method: str, draft_tokens: int | None, token_capacity: int | None, mixed: bool
+    shapes: Iterable[ProgramShape], *, method: str, draft_tokens: int | None, token_capacity: int | None, mixed: bool,
+    copies: bool = True,
 ) -> tuple[ProgramShape, ...]:  # fmt: skip
     """Those of a core's `shapes` that stay in a load with these options; other kinds stay anyway.
 
@@ -130,6 +131,7 @@ def reduced(
         draft_tokens: Most proposals of a round, or None for all.
         token_capacity: Most target rows of a round with proposals, or None for all.
         mixed: False leaves all mixed programs out.
+        copies: False leaves snapshots and restores out.
     """
 
     def fits(shape: ProgramShape, rows: int) -> bool:
@@ -140,6 +142,8 @@ def reduced(
     def stays(shape: ProgramShape) -> bool:
         if shape.kind is ProgramKind.SPECULATIVE:
             return method != "none" and fits(shape, shape.packed_capacity)
+        if shape.kind in (ProgramKind.SNAPSHOT, ProgramKind.RESTORE):
+            return copies
         if shape.kind is not ProgramKind.MIXED:
             return True
         plain = shape.proposal_source is ProposalSource.NONE

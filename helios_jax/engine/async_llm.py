@@ -38,8 +38,8 @@ class AsyncLLM:
         spec_method: Speculative decoding: "none", "copy", "draft" or "mtp"; with a core, "none" leaves its
             rounds out and everything else is the core's. Likewise
             `draft_model`, `num_draft_tokens` and `speculative_token_capacity`: see `aot.CoreOptions`.
-        spec_width, mtp_adaptive_verification_alpha, async_scheduling: See `config.EngineConfig`; None is the
-            config's.
+        spec_width, mtp_adaptive_verification_alpha, async_scheduling, enable_prefix_caching: See
+            `config.EngineConfig`; None is the config's.
         config: How the engine serves; see `config.EngineConfig`. Gives way to what is said here.
         progress: Called as (stage, done, total, detail) while loading; see `aot.progress`.
         core_options: More of `aot.CoreOptions`: page_size, num_pages, prefill_chunk, ...
@@ -63,6 +63,7 @@ class AsyncLLM:
         spec_width: str | None = None,
         mtp_adaptive_verification_alpha: float | None = None,
         async_scheduling: bool | None = None,
+        enable_prefix_caching: bool | None = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
         **core_options: Any,
@@ -76,6 +77,7 @@ class AsyncLLM:
             spec_width=spec_width,
             mtp_adaptive_verification_alpha=alpha,
             async_scheduling=async_scheduling,
+            enable_prefix_caching=enable_prefix_caching,
         )
         self._clock: Callable[[], int] = time.monotonic_ns
         self._make: Callable[[], Assembly] = lambda: assemble(target.open(progress), self._config)

@@ -15,6 +15,7 @@ from helios_jax.engine.grammar import frame_bits, has_masks
 from helios_jax.engine.request import Sequence
 from helios_jax.errors import InvariantError
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSource
+from helios_jax.scheduler.resources import shared_pages
 from helios_jax.scheduler.types import CompletionRecord, Lane, LaneRole, RequestHandle, ScheduledPlan
 
 PageTable = Callable[[RequestHandle], np.ndarray]
@@ -28,14 +29,15 @@ FLOAT_SETTINGS = (
     "frequency_penalty",
 )
 NEUTRAL = {"top_p": 1.0, "repetition_penalty": 1.0}  # of inactive rows; all other settings 0
+COPIES = (ProgramKind.SNAPSHOT, ProgramKind.RESTORE)
 ROUNDS = (ProgramKind.SPECULATIVE, ProgramKind.MIXED)  # several tokens a lane: their completions have columns
 
 
 class FrameBuilder:
     """Packs and unpacks the vectors of one core; layouts are computed once a shape."""
 
-    def __init__(self, dims: Dims, drafting: Drafting | None = None) -> None:
-        self.dims = dims
+    def __init__(self, dims: Dims, drafting: Drafting | None = None, draft_extent: int = 0) -> None:
+        self.dims, self.draft_extent = dims, draft_extent
         self._drafting = drafting
         self._control: dict[ProgramShape, Layout] = {}
         self._completion: dict[ProgramShape, Layout] = {}
@@ -55,8 +57,11 @@ class FrameBuilder:
         fields["slot"][:] = self.dims.slots  # inactive rows work on the scratch slot
         for row, lane in enumerate(plan.lanes):
             fields["slot"][row] = lane.handle.slot
-        if shape.kind is ProgramKind.INITIALIZE:
+        if shape.kind in (ProgramKind.INITIALIZE, ProgramKind.RESTORE):
             self._initialize(fields, plan.lanes, sequences)
+        if shape.kind in COPIES:
+            self._copied(fields, plan.lanes, page_table)
+        if shape.kind is ProgramKind.INITIALIZE or shape.kind in COPIES:
             return ints, floats
         for row, lane in enumerate(plan.lanes):
             pages = page_table(lane.handle)
@@ -96,6 +101,14 @@ class FrameBuilder:
             bias = params.logit_bias or {}
             fields["bias_ids"][row, : len(bias)] = list(bias.keys())
             fields["bias_values"][row, : len(bias)] = list(bias.values())
+
+    def _copied(self, fields: Fields, lanes: tuple[Lane, ...], page_table: PageTable) -> None:
+        """The state rows, and of each lane the page that is copied with its state."""
+        size = self.dims.page_size
+        for row, lane in enumerate(lanes):
+            shared = shared_pages(lane.start, size, self.draft_extent)
+            fields["row"][row] = lane.row
+            fields["page"][row] = page_table(lane.handle)[shared] if lane.start > shared * size else 0
 
     def _mixed(self, fields: Fields, plan: ScheduledPlan, sequences: Mapping[RequestHandle, Sequence]) -> None:
         """Rows of every lane, the chunk of the prompt row if there is one, and the others' proposals."""
@@ -156,6 +169,8 @@ class FrameBuilder:
         slots = fields["slot"].tolist()
         if shape.kind in ROUNDS:
             return self._round_records(plan, fields, slots), fields
+        if shape.kind in COPIES:
+            return self._copy_records(plan, fields, slots), fields
         if shape.kind is ProgramKind.INITIALIZE:
             tokens, lengths, status = [-1] * len(slots), [0] * len(slots), [0] * len(slots)
         else:
@@ -180,6 +195,20 @@ class FrameBuilder:
                 )
             )
         return tuple(records), fields
+
+    def _copy_records(self, plan: ScheduledPlan, fields: Fields, slots: list[int]) -> tuple[CompletionRecord, ...]:
+        """A snapshot of another length than was planned is a failed one; nothing is restored from those."""
+        records = []
+        for lane, slot, row, length in zip(
+            plan.lanes, slots, fields["row"].tolist(), fields["committed_len"].tolist(), strict=False
+        ):
+            if (slot, row) != (lane.handle.slot, lane.row):
+                raise InvariantError(f"{plan.shape.name} copies slot {slot} and row {row}, not those of {lane}")
+            exact = length == lane.start
+            if not exact and lane.role is LaneRole.RESTORE:
+                raise InvariantError(f"{plan.shape.name} restores {length} tokens to {lane}")
+            records.append(CompletionRecord(lane.handle, 0, (), lane.start, valid=exact))
+        return tuple(records)
 
     def _round_records(self, plan: ScheduledPlan, fields: Fields, slots: list[int]) -> tuple[CompletionRecord, ...]:
         names = ("num_tokens", "offered", "accepted", "committed_len", "status")

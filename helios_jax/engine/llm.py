@@ -52,8 +52,8 @@ class LLM:
         spec_method: Speculative decoding: "none", "copy", "draft" or "mtp"; with a core, "none" leaves its
             rounds out and everything else is the core's. Likewise
             `draft_model`, `num_draft_tokens` and `speculative_token_capacity`: see `aot.CoreOptions`.
-        spec_width, mtp_adaptive_verification_alpha, async_scheduling: See `config.EngineConfig`; None is the
-            config's.
+        spec_width, mtp_adaptive_verification_alpha, async_scheduling, enable_prefix_caching: See
+            `config.EngineConfig`; None is the config's.
         progress: Show progress while loading: True, False, or a function (see `aot.progress`).
         config: More of the engine (trace, timeouts); gives way to what is said here.
         core_options: More of `aot.CoreOptions`: page_size, num_pages, prefill_chunk, ...
@@ -76,6 +76,7 @@ class LLM:
         spec_width: str | None = None,
         mtp_adaptive_verification_alpha: float | None = None,
         async_scheduling: bool | None = None,
+        enable_prefix_caching: bool | None = None,
         progress: Any = True,
         config: EngineConfig | None = None,
         **core_options: Any,
@@ -88,6 +89,7 @@ class LLM:
             spec_width=spec_width,
             mtp_adaptive_verification_alpha=alpha,
             async_scheduling=async_scheduling,
+            enable_prefix_caching=enable_prefix_caching,
         )
         if model is None and core is None:
             model = DEFAULT_MODEL

@@ -30,6 +30,7 @@ from helios_jax.engine.drafting import Drafting
 from helios_jax.engine.failure import EventLog
 from helios_jax.engine.frames import Fields, FrameBuilder
 from helios_jax.engine.heartbeat import DEVICE, HOST, IDLE, EngineHealth, Heartbeat
+from helios_jax.engine.prefixes import Prefixes, Scope
 from helios_jax.engine.publication import Publisher
 from helios_jax.engine.recovery import Recovery
 from helios_jax.engine.roster import Roster
@@ -67,15 +68,18 @@ class Engine:
             speculation=config.spec_width,
         )
         frames = core.limits.frames if config.async_scheduling else 1
-        self.scheduler = Scheduler(core.catalog, dataclasses.replace(core.limits, frames=frames), policy)
+        rows = core.limits.state_rows if config.enable_prefix_caching else 0
+        limits = dataclasses.replace(core.limits, frames=frames, state_rows=rows)
+        self.scheduler = Scheduler(core.catalog, limits, policy)
         self.board = Board(core.limits.slots + config.max_queue)
         self.heartbeat = Heartbeat(clock, config.ready_timeout_s)
         self.events = EventLog()
         self.window = Window(frames)
         self._drafting = Drafting(core.catalog)
-        self._builder = FrameBuilder(core.dims, self._drafting)
+        self._builder = FrameBuilder(core.dims, self._drafting, core.limits.draft_extent)
         self._publisher = Publisher(tokenizer.decode_token, core.source_info.eos_token_ids)
-        self.roster = Roster(self.scheduler, self.board, self._publisher, self._drafting, self.events)
+        self.prefixes = Prefixes(self.scheduler, Scope(core.source_info.name))
+        self.roster = Roster(self.scheduler, self.board, self._publisher, self._drafting, self.prefixes, self.events)
         self._recovery = Recovery(self.scheduler, self.roster, self.window, self.board, self.events, core.runner)
         self._trace = TraceWriter(config.trace) if config.trace else None
         self._timer = HostTimer()
@@ -114,6 +118,7 @@ class Engine:
             scheduler=counters,
             compiles_after_ready=self.core.compiles_after_ready(),
             rounds=self._drafting.snapshot(),
+            checkpoints=self.prefixes.snapshot(),
         )
 
     def drain(self, timeout_s: float | None) -> bool:
@@ -173,8 +178,10 @@ class Engine:
         self._publisher.flush()
         if not self.window:
             running, waiting = len(self.roster.running), len(self.roster.waiting)
-            if running or waiting:
-                raise InvariantError(f"nothing is planned for {running} running, {waiting} waiting")
+            departed = len(self.roster.departed)
+            if running or waiting or departed:
+                message = f"nothing is planned for {running} running, {waiting} waiting and {departed} departed"
+                raise InvariantError(message)
             self.board.rest()
             return False
         self._complete_oldest()
@@ -190,11 +197,13 @@ class Engine:
         bits = self._builder.bits(plan, running)
         requests = []
         for lane in plan.lanes:
-            sequence = running[lane.handle]  # planned this moment: nobody has left since
+            requests.append(self.roster.request_id(lane.handle))
+            sequence = running.get(lane.handle)
+            if sequence is None:
+                continue  # the last snapshot of one that has left
             sequence.on_device = True
             metrics = sequence.request.metrics
             metrics.first_scheduled_ns = metrics.first_scheduled_ns or scheduler.state.now_ns
-            requests.append(sequence.request.request_id)
         self.heartbeat.enter(DEVICE, f"fence {fence}, {plan.shape.name}")
         in_flight: Any
         try:
@@ -266,6 +275,7 @@ class Engine:
 
     def _count(self, frame: Outstanding, timing: ExecutionTiming) -> None:
         frame.host_ns += self._timer.lap()
+        self.prefixes.ran(frame.plan)
         totals = self.board.totals
         totals.frames += 1
         totals.host_ns += frame.host_ns

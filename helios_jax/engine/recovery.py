@@ -61,7 +61,8 @@ class Recovery:
         """Fail what the device lost, make a fresh state, go on with the rest.
 
         The donated state is gone, so every sequence that has state there fails; one that was
-        admitted but never ran has none, and goes on, as do those that wait.
+        admitted but never ran has none, and goes on, as do those that wait. Checkpoints are gone too: who was to
+        be restored from one is admitted anew.
 
         Raises:
             DeviceError: The program failed too often, or no fresh state can be made.
@@ -78,6 +79,10 @@ class Recovery:
             self._scheduler.complete(frame.fence, frame.lost_records(), NO_TIME)
         for request in lost:
             self._roster.fail(request, error)
+        for sequence in [s for s in self._roster.running.values() if s.spec.restore_from]:
+            self._roster.restart(sequence)
+        self._scheduler.drop_checkpoints()
+        self._roster.settle()
         if self._errors[shape] >= MAX_DEVICE_ERRORS:
             raise error
         for frame in frames:

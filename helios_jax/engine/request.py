@@ -7,7 +7,7 @@ scheduler knows as a request of its own. Life of a sequence:
 2. Admitted: has a handle; its frames run.
    `give_way` takes the handle away again: it waits once more, and goes on where it was.
 3. `push` takes each sampled token: detokenise, hold back what may become a stop string.
-4. `close` sets the finish reason and releases what was held back.
+4. `close` sets the finish reason and releases what was held back. While `awaits_capture`, readers are not told.
 5. `RequestOutput`s are made from what became visible since the last one.
 
 Everything here runs in the engine thread. It does not know frames, the scheduler or asyncio.
@@ -48,7 +48,8 @@ class Sequence:
         number: Its place in order of arrival, over all requests; 0 until the engine knows it.
         matcher: Where it stands in its grammar, if it has one; behind the last of `token_ids`.
         on_device: A frame of it was submitted, so the device holds state of it.
-        checkpoints: (id, endpoint) of the checkpoints that were published of it.
+        awaits_capture: It has ended, but its last state is still to be captured: whoever sees its end, and goes on
+            with it, shall find that state.
     """
 
     request: Request
@@ -61,7 +62,7 @@ class Sequence:
     handle: RequestHandle | None = None
     number: int = 0
     on_device: bool = False
-    checkpoints: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    awaits_capture: bool = False
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     text: str = ""
@@ -80,13 +81,22 @@ class Sequence:
         """int32 [prompt_len] as it was given; output that a resumed spec has for its prompt is not part of it."""
         return self.spec.prompt[: len(self.spec.prompt) - self.spec.output_len]
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32, the prompt as it was given and the output so far, a pending token included."""
+        return np.concatenate([self.prompt, np.array(self.token_ids, np.int32)])
+
+    @property
+    def has_ended(self) -> bool:
+        """It has a finish reason, and readers may know."""
+        return self.finish_reason is not None and not self.awaits_capture
+
     def give_way(self) -> None:
         """Its slot and pages go to others; it is to be admitted again with its output so far."""
         if self.spec.scored and len(self.token_ids) == self.spec.output_len:
             self.request.prompt_logprobs = [None]  # not complete, so nobody was told: scored from the beginning
         self.spec = resumed(self.spec, self.token_ids[self.spec.output_len :])
         self.handle, self.on_device = None, False
-        self.checkpoints.clear()
         self.request.metrics.preemptions += 1
 
     def push(self, token: int, ends_output: bool) -> None:
@@ -135,7 +145,7 @@ class Sequence:
     @property
     def has_news(self) -> bool:
         """Whether a reader would see something new: text, or the end."""
-        return len(self.text) > self.sent_chars or (self.finish_reason is not None and not self.sent_finish)
+        return len(self.text) > self.sent_chars or (self.has_ended and not self.sent_finish)
 
     def output(self, delta: bool) -> CompletionOutput:
         """All of it, or what is new since the last call with `delta`."""
@@ -145,13 +155,13 @@ class Sequence:
             text=self.text[start:],
             token_ids=self.token_ids[first:],
             logprobs=self.logprobs[first:] if self.params.logprobs is not None else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason if self.finish_reason is not None else None,
+            finish_reason=self.finish_reason if self.has_ended else None,
+            stop_reason=self.stop_reason if self.has_ended else None,
         )
 
     def mark_sent(self) -> None:
         self.sent_tokens, self.sent_chars = len(self.token_ids), len(self.text)
-        self.sent_finish = self.finish_reason is not None
+        self.sent_finish = self.has_ended
 
 
 @dataclasses.dataclass(eq=False)
@@ -171,7 +181,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+        return all(sequence.has_ended for sequence in self.sequences)
 
     @property
     def is_scored(self) -> bool:

@@ -186,6 +186,17 @@ def serving_catalog(*, max_slots: int, prefill_chunk: int) -> Catalog:
     return Catalog(tuple(shapes))
 
 
+def copy_shapes(max_slots: int) -> tuple[ProgramShape, ...]:
+    """Snapshots and restores: of one request, and of as many as there are.
+
+    Between the two nothing is worth its compile time: a copy costs what the rows that it names do, those of
+    lanes without a request fall on one scratch row.
+    """
+    rows = powers_of_two(max_slots)
+    kinds = (ProgramKind.SNAPSHOT, ProgramKind.RESTORE)
+    return tuple(ProgramShape(kind, b, 0) for kind in kinds for b in sorted({rows[0], rows[-1]}))
+
+
 def speculative_shapes(
     *,
     max_slots: int,

@@ -10,7 +10,7 @@ from helios_jax.aot.abi import Dims
 from helios_jax.aot.speculation import DEFAULT_DRAFT_TOKENS, default_rows, joint_shapes, reduced, round_shapes
 from helios_jax.config import EngineConfig
 from helios_jax.engine.async_llm import AsyncLLM
-from helios_jax.scheduler.catalog import Catalog, serving_catalog
+from helios_jax.scheduler.catalog import Catalog, copy_shapes, serving_catalog
 from helios_jax.scheduler.types import Limits
 from helios_jax.testing.device import FakeRunner
 from helios_jax.testing.tokenizer import ByteTokenizer
@@ -53,6 +53,7 @@ def fake_core(
     num_draft_tokens: int | None = None,
     speculative_token_capacity: int | None = None,
     mixed_prefill: bool = False,
+    state_rows: int = 0,
     frames: int = 2,
     **runner_options: Any,
 ) -> FakeCore:
@@ -63,6 +64,7 @@ def fake_core(
         num_pages: Usable pages; None gives every slot a full context.
         spec_method, num_draft_tokens, speculative_token_capacity, mixed_prefill: As of a real core; "draft" and
             "mtp" are the runner's `FakeDraft`.
+        state_rows: States that are kept for prompts that begin alike; 0 = none.
         frames: Frames in flight, 1 or 2.
         runner_options: Of `FakeRunner`: next_token, draft, clock, duration_ns, gate, on_submit, on_complete.
     """
@@ -76,11 +78,19 @@ def fake_core(
         num_pages=usable + 1,
         page_size=page_size,
         vocab_size=vocab_size,
+        state_rows=state_rows,
     )
     limits = Limits(
-        slots=max_slots, pages=usable, page_size=page_size, max_context=max_context, draft_extent=extent, frames=frames
+        slots=max_slots,
+        pages=usable,
+        page_size=page_size,
+        max_context=max_context,
+        state_rows=state_rows,
+        draft_extent=extent,
+        frames=frames,
     )
     shapes = list(serving_catalog(max_slots=max_slots, prefill_chunk=prefill_chunk))
+    shapes += copy_shapes(max_slots) if state_rows else ()
     rows = speculative_token_capacity or default_rows(max_slots, depth)
     shapes += round_shapes(method=spec_method, max_slots=max_slots, draft_tokens=depth, token_capacity=rows)
     if mixed_prefill:

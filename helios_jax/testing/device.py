@@ -215,6 +215,10 @@ class FakeRunner:
                 device_programs.prefill(self.state, parts, out, mask)
             case ProgramKind.SPECULATIVE:
                 device_rounds.speculative(self.state, shape, parts, out, self.draft, mask)
+            case ProgramKind.SNAPSHOT:
+                self.state.snapshot(parts, out)
+            case ProgramKind.RESTORE:
+                self.state.restore(parts, out)
             case ProgramKind.MIXED:
                 device_rounds.mixed(self.state, shape, parts, out, self.draft, mask)
             case kind:

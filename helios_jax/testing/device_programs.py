@@ -19,6 +19,7 @@ def decode(state: FakeState, parts: Parts, out: Parts, mask: Mask) -> None:
             continue
         table, position = parts["page_table"][row], state.committed[slot]
         state.write(table, position, state.pending[slot : slot + 1])
+        state.consume(slot, position, state.pending[slot : slot + 1])
         state.committed[slot] = position + 1
         out["committed_len"][row] = position + 1
         _sample(state, parts, out, row, mask)
@@ -36,6 +37,7 @@ def prefill(state: FakeState, parts: Parts, out: Parts, mask: Mask) -> None:
         if "target" in parts:
             _score(state, parts, out, offset, length)
         offset += length
+        state.consume(slot, start, parts["tokens"][offset - length : offset])
         state.committed[slot] = start + length
         out["committed_len"][row] = start + length
         if parts["sample"][row]:

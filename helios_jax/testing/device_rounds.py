@@ -59,6 +59,7 @@ def _prompt(state: FakeState, shape: ProgramShape, parts: Parts, out: Parts, row
     start, length = int(parts["start"][0]), int(parts["query_len"][row])
     out["tokens"][row] = -1
     state.write(table, start, parts["tokens"][:length])
+    state.consume(slot, start, parts["tokens"][:length])
     state.committed[slot] = out["committed_len"][row] = start + length
     if parts["sample"][0]:
         allowed = mask(row * shape.token_capacity)
@@ -135,7 +136,8 @@ def _allocate(shape: ProgramShape, lanes: list[_Lane]) -> None:
 
 def _judge(state: FakeState, shape: ProgramShape, parts: Parts, out: Parts, lane: _Lane, mask: Mask) -> None:
     position, offered = int(state.committed[lane.slot]), lane.proposals[: lane.rows - 1]
-    state.write(lane.table, position, np.array([state.pending[lane.slot], *offered], np.int32))
+    rows = np.array([state.pending[lane.slot], *offered], np.int32)
+    state.write(lane.table, position, rows)
     emitted: list[int] = []
     for depth in range(lane.rows):
         history = state.history(lane.table, position + 1 + depth)
@@ -147,6 +149,7 @@ def _judge(state: FakeState, shape: ProgramShape, parts: Parts, out: Parts, lane
         emitted.pop()
         offered = offered[: len(emitted) - 1]
     if _emit(state, parts, out, lane.row, emitted):
+        state.consume(lane.slot, position, rows[: len(emitted)])
         state.committed[lane.slot] = position + len(emitted)
         out["offered"][lane.row], out["accepted"][lane.row] = len(offered), len(emitted) - 1
     out["committed_len"][lane.row] = state.committed[lane.slot]

@@ -19,6 +19,7 @@ from helios_jax.engine.outputs import RequestOutput
 from helios_jax.engine.params import OutputKind, SamplingParams
 from helios_jax.engine.request import Request
 from helios_jax.engine.setup import assemble
+from helios_jax.scheduler.state_rows import RowUse
 from helios_jax.testing.core import ENGINE_OPTIONS, fake_core
 from helios_jax.testing.tokenizer import ByteTokenizer
 
@@ -115,18 +116,28 @@ class EngineRig:
         return None
 
     def ledger_problems(self) -> list[str]:
-        """What is wrong with pages and slots, recounted from the tables, once the last frame is complete."""
+        """What is wrong with pages, slots and state rows, recounted from the tables, once the last frame is complete.
+
+        Checkpoints may keep pages and rows; nobody else may.
+        """
         if self.engine._thread.is_alive():
             self.settle()
         state = self.engine.scheduler.state
-        owned = np.concatenate([*state.pool.tables, state.pool.free[: state.pool.num_free]])
+        known = state.retention.checkpoints
+        kept = {page for pages in known.pages for page in pages}
+        owned = [*np.concatenate([*state.pool.tables, state.pool.free[: state.pool.num_free]]).tolist(), *kept]
         problems = []
-        if sorted(owned.tolist()) != list(range(1, state.limits.pages + 1)):
-            problems.append(f"pages are lost or owned twice: {sorted(owned.tolist())}")
+        if sorted(owned) != list(range(1, state.limits.pages + 1)):
+            problems.append(f"pages are lost or owned twice: {sorted(owned)}")
+        uses = state.retention.rows.use.tolist()
+        if [use != RowUse.FREE for use in uses] != [row + 1 in known.rows for row in range(len(uses))]:
+            problems.append(f"rows are used as {uses}, checkpoints name {sorted(set(known.rows.tolist()))}")
+        if known.pins.any():
+            problems.append(f"checkpoints are pinned: {known.pins.tolist()}")
         if int(state.requests.reserved_pages.sum()) != 0 or bool((state.requests.phase != 0).any()):
             problems.append(f"slots are not free: {state.requests.phase.tolist()}")
-        if state.pool.num_free != state.limits.pages:
-            problems.append(f"{state.limits.pages - state.pool.num_free} pages are still used")
+        if state.pool.num_free + len(kept) != state.limits.pages:
+            problems.append(f"{state.limits.pages - state.pool.num_free - len(kept)} pages are still used")
         return problems
 
     def close(self) -> None:

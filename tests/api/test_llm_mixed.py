@@ -28,7 +28,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def core_dir(cache_dir: Path) -> Path:
     out = cache_dir / "smollm2-mixed-2x256"
-    options = CoreOptions(max_slots=2, max_context=256, prefill_chunk=64, mixed_prefill=True)
+    options = CoreOptions(max_slots=2, max_context=256, prefill_chunk=64, mixed_prefill=True, state_rows=0)
     prepare(open_source("smollm2"), options, out).close()
     return out
 

@@ -40,6 +40,7 @@ def root(cache_dir: Path) -> Path:
         num_draft_tokens=2,
         speculative_token_capacity=8,
         mixed_prefill=True,
+        state_rows=0,
     )
     prepare(tiny_checkpoint("llama3"), options, out).close()
     return out

@@ -37,7 +37,9 @@ CONFIG = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-OPTIONS = CoreOptions(max_slots=1, max_context=37, prefill_chunk=31, num_pages=3)  # primes; 3 pages hold 48 tokens
+OPTIONS = CoreOptions(
+    max_slots=1, max_context=37, prefill_chunk=31, num_pages=3, state_rows=0
+)  # primes; 3 pages hold 48 tokens
 
 
 @dataclasses.dataclass(frozen=True)

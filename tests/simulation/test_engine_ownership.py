@@ -286,7 +286,7 @@ def test_readiness_says_that_the_device_state_is_being_made_again() -> None:
     assert "the device state is being made again after a device error: the fake device failed" in during.reason
 
 
-def test_a_sequence_follows_its_slot_to_a_fresh_generation_and_notes_its_checkpoints() -> None:
+def test_a_sequence_follows_its_slot_to_a_fresh_generation_and_names_its_checkpoints() -> None:
     with EngineRig(start=False, clock=FakeClock(), max_slots=1, spec_method="copy") as rig:
         rig.submit([97, 98, 97, 98, 97, 98], "a", max_tokens=50)
         for _ in range(6):
@@ -295,12 +295,14 @@ def test_a_sequence_follows_its_slot_to_a_fresh_generation_and_notes_its_checkpo
         sequence, fresh = rig.engine.roster.running[handle], RequestHandle(handle.slot, handle.generation + 1)
         drafting: Drafting = rig.engine._drafting
         supplied = drafting.copies(handle)
+        named: list[tuple[int, Any]] = []
+        rig.engine.scheduler.identify_checkpoint = lambda *given: named.append(given)  # type: ignore[method-assign]
         rig.engine.roster.follow(
             [RequestRebound(handle, fresh), CheckpointPublished(fresh, 5, 4, CheckpointRole.ANCHOR)]
         )
         assert rig.engine.roster.running == {fresh: sequence}
         assert sequence.handle == fresh
-        assert sequence.checkpoints == [(5, 4)]
+        assert [(number, key.array.tolist()) for number, key in named] == [(5, [97, 98, 97, 98])]
         assert drafting.copies(fresh)[0] == supplied[0]
         assert np.array_equal(drafting.copies(fresh)[1], supplied[1])
         assert drafting.copies(handle)[0] == ()

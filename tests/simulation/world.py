@@ -30,11 +30,13 @@ from tests.simulation.world_faults import Faults, Rates
 from tests.simulation.world_grammar import COMPILER
 from tests.simulation.world_leaks import held
 from tests.simulation.world_model import talk
+from tests.simulation.world_talk import ROWS, Talk
 
 TRANSITIONS = (
     "admit", "advance_to", "commit", "complete", "complete_with_survival", "complete_packed_round",
     "complete_packed_round_with_survival", "published_output", "published_outputs", "cancel", "finish", "preempt",
     "offer_copy", "external_ready", "identify_checkpoint", "demand_checkpoint",
+    "drop_checkpoints",
 )  # fmt: skip
 JUMP_NS = 31_000_000_000  # more than an estimate stays fresh
 MAX_STEPS = 200_000  # an engine that turns without end is wrong
@@ -116,6 +118,8 @@ class World:
         self.faults = Faults(self.rng, dataclasses.replace(setting.rates, **chances), self)
         self.tokenizer, self._pause_ms = ByteTokenizer(), setting.pause_ms
         options = setting.options | change
+        rows = random.Random(f"rows of {seed}").choice(ROWS)
+        options = {"state_rows": rows, "checkpoint_extra_work_fraction": 0.5} | options if rows else options
         self.slots = options["max_slots"]
         self.rig = EngineRig(
             start=False, tokenizer=self.tokenizer, next_token=talk, clock=self.clock, dump_dir=dumps,
@@ -124,6 +128,7 @@ class World:
         )  # fmt: skip
         self.intake = dataclasses.replace(self.rig.assembly.intake, grammars=COMPILER)
         self.clients: dict[str, Client] = {}
+        self.talk = Talk(seed, options["max_context"])
         self.events = self.idles = self._steps = 0
         self.seen: collections.Counter[str] = collections.Counter()
         self._checked: State | None = None
@@ -234,13 +239,36 @@ class World:
         if self.events >= self.most_events or self.is_dead:
             return
         for _ in range(self.rng.choice([1, 1, 1, 1, 2, 5])):
-            client = new_client(self.rng, f"c{len(self.clients)}", self.rig.core.limits.max_context)
-            self.clients[client.name] = client
-            client.arrive(self)
-            if client.leaves == AT_PLACE:
-                self._lurking.append(client)
+            self._arrive(new_client(self.rng, f"c{len(self.clients)}", self.rig.core.limits.max_context))
         pause = self.rng.expovariate(1 / self._pause_ms) + (400 if self.rng.random() < 0.03 else 0)
         self.clock.after(int(pause * MS), self._arrivals)
+
+    def _arrive(self, client: Client) -> None:
+        if self.rig.core.limits.state_rows:
+            self.talk.shape(client)
+        self.clients[client.name] = client
+        client.arrive(self)
+        if client.leaves == AT_PLACE:
+            self._lurking.append(client)
+
+    @property
+    def may_arrive(self) -> bool:
+        return self.events < self.most_events and not self.is_dead
+
+    def arrive_behind(self, text: list[int], ends: tuple[int, ...]) -> None:
+        """Somebody goes on with a text, if the world goes on."""
+        if self.may_arrive:
+            client = new_client(self.talk.rng, f"c{len(self.clients)}", self.rig.core.limits.max_context)
+            own = client.prompt[: self.talk.rng.choice([1, 2, 9, 20])]
+            client.prompt = [*text, *own]
+            client.message_ends = tuple(sorted({*ends, len(client.prompt)}))
+            self.clients[client.name] = client
+            client.arrive(self)
+
+    def heard(self, client: Client) -> None:
+        """A client knows all that it will ever know of its answer."""
+        if self.rig.core.limits.state_rows:
+            self.talk.heard(client, self)
 
     def _mischief(self) -> None:
         if self.events >= self.most_events or self.is_dead:
@@ -338,5 +366,10 @@ class World:
             for reason in client.reasons.values():
                 self.seen[f"ended: {reason}"] += 1
         counters = self.rig.engine.scheduler.snapshot_counters()
+        reuse = self.rig.engine.stats().checkpoints
+        for what in ("hits", "misses", "hit_tokens", "snapshots", "restores", "evictions"):
+            self.seen[f"checkpoint {what}"] += getattr(reuse, what)
+        for reason, count in reuse.cuts.items():
+            self.seen[f"cut: {reason}"] += count
         self.seen["preempted"] += int(counters["requests_preempted"])  # type: ignore[arg-type]
         self.seen.update(self.faults.counts)

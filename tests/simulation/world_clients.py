@@ -62,6 +62,7 @@ class Client:
     leave_chars: int = 0
     leave_place: str = ""
     read_ns: int = 0
+    message_ends: tuple[int, ...] = ()
     refused: Exception | None = None
     request: Any = None
     box: Mailbox | None = None
@@ -69,6 +70,7 @@ class Client:
     hurt: bool = False
     is_reading: bool = False
     ends: int = 0
+    cached: int = 0
     error: Exception | None = None
     tokens: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     text: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -79,8 +81,9 @@ class Client:
         """Ask; a refusal is an answer."""
         try:
             self.request = world.intake.request(
-                self.prompt, self.params, request_id=self.name, sink=world, arrival_ns=world.clock.now_ns
-            )
+                self.prompt, self.params, request_id=self.name, sink=world, arrival_ns=world.clock.now_ns,
+                message_ends=self.message_ends,
+            )  # fmt: skip
             self.box = Mailbox(self.params.output_kind)
             world.rig.engine.board.submit(self.request)
         except (CapacityError, RequestError, UnavailableError) as error:
@@ -96,6 +99,7 @@ class Client:
         if not self.has_left:
             self.has_left = True
             world.note_leave(self)
+            world.heard(self)
             world.rig.engine.board.abort(self.name)
 
     def told(self, item: RequestOutput | Exception, world: Any) -> None:
@@ -116,7 +120,7 @@ class Client:
             try:
                 self.box.get().send(None)
             except StopIteration as taken:
-                self._take(taken.value)
+                self._take(taken.value, world)
             except Exception as error:
                 self.error, self.ends = error, self.ends + 1
         seen = max((len(text) for text in self.text.values()), default=0)
@@ -127,7 +131,7 @@ class Client:
         if leaves:
             self.leave(world)
 
-    def _take(self, output: RequestOutput) -> None:
+    def _take(self, output: RequestOutput, world: Any) -> None:
         delta = self.params.output_kind is OutputKind.DELTA
         for part in output.outputs:
             old = self.tokens.get(part.index, []), self.text.get(part.index, "")
@@ -140,7 +144,10 @@ class Client:
                 self.complaint = f"output {part.index} took back what it had said"
             if part.finish_reason is not None:
                 self.reasons[part.index] = part.finish_reason
+        self.cached = max(self.cached, output.num_cached_tokens or 0)
         self.ends += output.finished
+        if output.finished and not self.has_left:
+            world.heard(self)
 
     def problem(self, world: Any) -> str:
         """What is wrong with all that came, empty if nothing is."""

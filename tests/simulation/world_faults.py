@@ -70,6 +70,9 @@ class Faults:
             raise RuntimeError("the frame failed on the device")
         lanes = self._lanes(frame)
         self._poison(frame, out, lanes)
+        if frame.shape.kind is ProgramKind.SNAPSHOT and lanes and self._rng.random() < self.rates.not_finite * 8:
+            self.counts["failed copy"] += 1
+            out["committed_len"][self._rng.choice(lanes)] += 1
         if "status" in out and lanes and self._rng.random() < self.rates.not_finite:
             self._break_lane(frame, out, self._rng.choice(lanes))
         if self.rates.lie and frame.index >= self.rates.lie_from and not self.lied_to:
@@ -143,7 +146,7 @@ def _no_such_token(frame: FakeFrame, out: Out, row: int, slots: int) -> bool:
 
 
 def _wrong_length(frame: FakeFrame, out: Out, row: int, slots: int) -> bool:
-    if frame.shape.kind is ProgramKind.INITIALIZE:
+    if frame.shape.kind in (ProgramKind.INITIALIZE, ProgramKind.SNAPSHOT):  # a copy of another length is a failed one
         return False
     out["committed_len"][row] += 1
     return True

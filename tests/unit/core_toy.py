@@ -156,8 +156,8 @@ class ToySource:
 
 
 def small_options(**changes: Any) -> CoreOptions:
-    """Two slots, one bucket: seven programs."""
-    return CoreOptions(**({"max_slots": 2, "max_context": 64, "prefill_chunk": 64} | changes))
+    """Two slots, one bucket, no state rows: seven programs."""
+    return CoreOptions(**({"max_slots": 2, "max_context": 64, "prefill_chunk": 64, "state_rows": 0} | changes))
 
 
 def frame(core: Any, shape: ProgramShape, slot: int = 0) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from helios_jax.aot.abi import Dims, completion_layout, control_layout
 from helios_jax.aot.device_state import DeviceState, abstract_state
 from helios_jax.aot.programs import build_program
+from helios_jax.aot.programs.initialize import SETTINGS
 from helios_jax.models.interface import heads_of
 from helios_jax.models.source import open_source
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
@@ -21,6 +22,7 @@ from tests.golden.tiny import tiny_checkpoint
 from tests.unit.test_programs_memory import tree_bytes
 
 BATCH = 3
+PROMPT_LEN = 50  # of the requests that are restored
 SNAPSHOT, RESTORE = (ProgramShape(kind, BATCH, 0) for kind in (ProgramKind.SNAPSHOT, ProgramKind.RESTORE))
 DIMS = Dims(slots=4, pages_per_slot=3, num_pages=14, page_size=16, vocab_size=128, state_rows=5)
 
@@ -76,6 +78,8 @@ def run(shape: ProgramShape, dtype: str, state: DeviceState, lanes: list[tuple[i
     """One execution over (slot, row, page) lanes; the new state on the host, and the completion."""
     ints, floats, parts = control_layout(shape, DIMS).new()
     parts["slot"][:] = DIMS.slots
+    if shape is RESTORE:
+        parts["prompt_len"][:], parts["top_k"][:], parts["temperature"][:] = PROMPT_LEN, 7, 0.5
     for lane, (slot, row, page) in enumerate(lanes):
         parts["slot"][lane], parts["row"][lane], parts["page"][lane] = slot, row, page
     after, out = compiled(shape, dtype)({}, jax.tree.map(jnp.array, state), ints, floats)
@@ -127,6 +131,8 @@ def test_a_state_goes_round_with_every_bit(dtype: str) -> None:
     for slot, row, page, source, source_page in ((2, 4, 3, 1, 7), (1, 1, 13, 2, 12)):
         same_pages_and_rows(back, page, slot, before, source_page, source)
         np.testing.assert_array_equal(back.prompt_seen[slot], committed_tokens(before, source))
+        assert (back.prompt_len[slot], back.top_k[slot], back.temperature[slot]) == (PROMPT_LEN, 7, 0.5)
+        assert (back.pending_token[slot], back.output_counts[slot].any()) == (0, False)
         assert out["committed_len"].tolist()[[2, 1].index(slot)] == before.committed_len[source]
         assert row in out["row"]
 
@@ -136,7 +142,8 @@ def test_nothing_else_changes(shape: ProgramShape) -> None:
     """Slot 3, row 2, page 5: others keep their bits, settings too; inactive lanes touch scratch alone."""
     before = random_state("float32", 2)
     after, _ = run(shape, "float32", before, [(3, 2, 5), (-1, 3, 6), (0, DIMS.state_rows + 1, 8)])
-    by_slot = ("recurrent", "mtp_hidden", "committed_len", "previous_token", "prompt_seen")
+    by_slot = ("recurrent", "mtp_hidden", "pending_token", "previous_token", "committed_len", "prompt_seen", "seed")
+    by_slot = (*by_slot, "output_counts", *SETTINGS)
     may_change: dict[str, list[int]] = {"saved": [0, 2]}
     if shape is RESTORE:
         may_change = {"kv": [0, 5], "draft_kv": [0, 5]} | {name: [3, DIMS.slots] for name in by_slot}

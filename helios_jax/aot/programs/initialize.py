@@ -7,6 +7,7 @@ pages need no cleaning: attention reads only what the request itself has written
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +40,20 @@ def build_initialize(shape: ProgramShape, dims: Dims) -> Program:
         fields = control.split(ints, floats)
         slot = fields["slot"]
         row = jnp.where((slot >= 0) & (slot < dims.slots), slot, dims.slots)
-        changed = {name: getattr(state, name).at[row].set(fields[name]) for name in SETTINGS}
-        changed["seed"] = state.seed.at[row].set(jax.lax.bitcast_convert_type(fields["seed"], jnp.uint32))
-        for name in ("pending_token", "previous_token", "committed_len", "prompt_seen", "output_counts"):
-            column = getattr(state, name)
-            changed[name] = column.at[row].set(jnp.zeros((), column.dtype))
+        state = with_settings(state, row, fields)
         for name in ("mtp_hidden", "recurrent"):
-            changed[name] = jax.tree.map(lambda kept: kept.at[row].set(jnp.zeros((), kept.dtype)), getattr(state, name))
-        return dataclasses.replace(state, **changed), assemble(completion, {"slot": slot})
+            blank = jax.tree.map(lambda kept: kept.at[row].set(jnp.zeros((), kept.dtype)), getattr(state, name))
+            state = dataclasses.replace(state, **{name: blank})
+        return state, assemble(completion, {"slot": slot})
 
     return initialize
+
+
+def with_settings(state: DeviceState, row: jax.Array, fields: Mapping[str, jax.Array]) -> DeviceState:
+    """Slots `row` [B] with the settings of new requests, which have consumed and sampled nothing yet."""
+    changed = {name: getattr(state, name).at[row].set(fields[name]) for name in SETTINGS}
+    changed["seed"] = state.seed.at[row].set(jax.lax.bitcast_convert_type(fields["seed"], jnp.uint32))
+    for name in ("pending_token", "previous_token", "committed_len", "prompt_seen", "output_counts"):
+        column = getattr(state, name)
+        changed[name] = column.at[row].set(jnp.zeros((), column.dtype))
+    return dataclasses.replace(state, **changed)

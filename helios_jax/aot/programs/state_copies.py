@@ -9,8 +9,9 @@ A snapshot takes what a request's continuation needs beyond whole pages, which a
 The endpoint is `committed_len` when the program runs; the completion says it, so that the host can tell a
 state that moved on from the one it wanted. A pending token lies behind the endpoint and is left out.
 
-A restore runs behind the slot's initialisation, which brings the new request's settings, and ahead of a
-prefill that starts at the endpoint. All restored tokens count as prompt.
+A restore begins as an initialisation does, with the new request's settings, so that a request which is restored
+needs no program more than one which is not; a prefill that starts at the endpoint follows. All restored
+tokens count as prompt.
 
 The page is the host's choice. Where the endpoint is inside a page it is that one, and a restore needs a fresh
 page to put it. With prediction heads it is the last page even if that is full: their row for its last
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 
 from helios_jax.aot.abi import Dims, completion_layout, control_layout
 from helios_jax.aot.device_state import DeviceState, SavedRows
+from helios_jax.aot.programs.initialize import with_settings
 from helios_jax.aot.programs.packing import assemble
 from helios_jax.aot.programs.types import Params, Program, Result
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
@@ -45,7 +47,7 @@ def build_state_copies(shape: ProgramShape, dims: Dims) -> Program:
     if not dims.state_rows:
         raise ValueError(f"{shape.name}: a core without state rows has no state to copy")
     control, completion = control_layout(shape, dims), completion_layout(shape, dims)
-    move = _save if shape.kind is ProgramKind.SNAPSHOT else _bring_back
+    is_snapshot = shape.kind is ProgramKind.SNAPSHOT
 
     def copies(
         params: Params, state: DeviceState, ints: jax.Array, floats: jax.Array, bits: jax.Array | None = None
@@ -56,7 +58,10 @@ def build_state_copies(shape: ProgramShape, dims: Dims) -> Program:
         slot_row = jnp.where(active, slot, dims.slots)
         row = jnp.where(active, saved_row, 0)
         page = jnp.where(active & (page > 0) & (page < dims.num_pages), page, 0)
-        state = move(state, slot_row, row, page)
+        if is_snapshot:
+            state = _save(state, slot_row, row, page)
+        else:
+            state = _bring_back(with_settings(state, slot_row, fields), slot_row, row, page)
         endpoint = jnp.where(active, state.committed_len[slot_row], 0)
         return state, assemble(completion, {"slot": slot, "row": row, "committed_len": endpoint})
 
