@@ -19,7 +19,7 @@ from helios_jax.aot.options import CoreOptions
 from helios_jax.aot.report import ProgramReport, summary
 from helios_jax.aot.runner import DeviceRunner, InFlight
 from helios_jax.errors import ConfigError
-from helios_jax.models.interface import Draft, Model
+from helios_jax.models.interface import Draft, Model, recurrent_layers_of
 from helios_jax.scheduler.catalog import Catalog, ProgramKind, ProgramShape
 from helios_jax.scheduler.types import Limits
 
@@ -104,6 +104,7 @@ class PreparedCore:
             max_context=self.options.max_context,
             state_rows=self.dims.state_rows if copies else 0,
             draft_extent=self.options.draft_extent,
+            shares_parts=not self.options.draft_extent and not recurrent_layers_of(self.model),
         )
 
     def supports(self, kind: ProgramKind) -> bool:

@@ -172,7 +172,7 @@ class FrameBuilder:
         if shape.kind in COPIES:
             return self._copy_records(plan, fields, slots), fields
         if shape.kind is ProgramKind.INITIALIZE:
-            tokens, lengths, status = [-1] * len(slots), [0] * len(slots), [0] * len(slots)
+            tokens, lengths, status = [-1] * len(slots), [lane.start for lane in plan.lanes], [0] * len(slots)
         else:
             tokens, lengths, status = (fields[name].tolist() for name in ("token", "committed_len", "status"))
         records = []

@@ -85,7 +85,7 @@ class Prefixes:
     def __init__(self, scheduler: Scheduler, scope: Scope) -> None:
         self._scheduler, self.scope = scheduler, scope
         state = scheduler.state
-        self.enabled = state.limits.state_rows > 0
+        self.enabled, self._shares_parts = state.limits.state_rows > 0, state.limits.shares_parts
         self.counts = CheckpointStats(rows_total=state.limits.state_rows)
         prefills = state.catalog.of_kind(ProgramKind.PREFILL)
         self._interval = max((shape.token_capacity for shape in prefills), default=0)
@@ -98,7 +98,7 @@ class Prefixes:
     def accept(self, sequence: Sequence) -> None:
         """Say where the prompt of a new sequence may be cut, if its caller did not."""
         spec = sequence.spec
-        if self.enabled and not spec.message_ends:
+        if self.enabled and not self._shares_parts and not spec.message_ends:
             sequence.spec = dataclasses.replace(spec, message_ends=cut_points(len(spec.prompt), self._interval))
 
     def matched(self, sequence: Sequence) -> RequestSpec:
@@ -106,20 +106,31 @@ class Prefixes:
         spec = sequence.spec
         if not self.enabled:
             return spec
-        checkpoint, endpoint = self.find(spec.prompt, most_restored(sequence))
+        checkpoint, endpoint = self.find(spec.prompt, most_restored(sequence), parts=may_share_parts(sequence))
         if (checkpoint, endpoint) == (spec.restore_from, spec.restored_len):
             return spec
         return dataclasses.replace(spec, restore_from=checkpoint, restored_len=endpoint)
 
-    def find(self, prompt: np.ndarray, most: int) -> tuple[int, int]:
-        """Id and endpoint of the longest published checkpoint of at most `most` tokens that `prompt` begins with."""
+    def find(self, prompt: np.ndarray, most: int, *, parts: bool = False) -> tuple[int, int]:
+        """Id of the published checkpoint to begin with, and how many of at most `most` tokens it saves.
+
+        The longest that `prompt` begins with; with `parts`, where pages are all that a state is, whole pages of a
+        longer one if they are more.
+        """
         known = self._scheduler.state.retention.checkpoints
-        ends = known.endpoints
+        ends, size, best = known.endpoints, self._scheduler.state.limits.page_size, (0, 0)
+        parts = parts and self._shares_parts
         for place in np.argsort(-ends, kind="stable").tolist():
-            key = known.keys[place]
-            if ends[place] <= most and isinstance(key, PrefixKey) and key.covers(self.scope, prompt):
-                return int(known.ids[place]), int(ends[place])
-        return 0, 0
+            key, end = known.keys[place], int(ends[place])
+            if end <= best[1]:
+                break
+            if not isinstance(key, PrefixKey) or key.scope != self.scope or (end > most and not parts):
+                continue
+            common = _common(prompt[:most], key.array)
+            usable = end if common == end else common // size * size if parts else 0
+            if usable > best[1]:
+                best = int(known.ids[place]), usable
+        return best
 
     # ---- after it
 
@@ -216,6 +227,11 @@ def most_restored(sequence: Sequence) -> int:
     most = len(spec.prompt) - 1
     counted = bool(params.presence_penalty or params.frequency_penalty)
     return min(most, len(sequence.prompt)) if counted else most
+
+
+def may_share_parts(sequence: Sequence) -> bool:
+    """Whether pages alone are enough: which tokens occurred comes with a state, and penalties of repetition ask."""
+    return sequence.params.repetition_penalty == 1
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

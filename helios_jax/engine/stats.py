@@ -63,7 +63,7 @@ class CheckpointStats:
         queried_tokens: Prompt tokens of those admissions. `hit_tokens`: of them, those that were restored.
         cuts: Admissions that restored less than the prompt shares with earlier ones, by reason: "no_state", no
             state was taken at that point; "evicted", it was, and gave way since; "too_short", the shared
-            part ends before the first state.
+            part beyond the state is less than a page.
         cut_tokens: Shared prompt tokens that were computed again therefore, by the same reasons.
         snapshots, restores: Copies that completed.
         evictions: Checkpoints that gave way: their rows or pages were needed, or the device state was lost.

@@ -54,6 +54,7 @@ def fake_core(
     speculative_token_capacity: int | None = None,
     mixed_prefill: bool = False,
     state_rows: int = 0,
+    recurrent: bool = True,
     frames: int = 2,
     **runner_options: Any,
 ) -> FakeCore:
@@ -65,6 +66,7 @@ def fake_core(
         spec_method, num_draft_tokens, speculative_token_capacity, mixed_prefill: As of a real core; "draft" and
             "mtp" are the runner's `FakeDraft`.
         state_rows: States that are kept for prompts that begin alike; 0 = none.
+        recurrent: The model has state outside of pages.
         frames: Frames in flight, 1 or 2.
         runner_options: Of `FakeRunner`: next_token, draft, clock, duration_ns, gate, on_submit, on_complete.
     """
@@ -88,6 +90,7 @@ def fake_core(
         state_rows=state_rows,
         draft_extent=extent,
         frames=frames,
+        shares_parts=not recurrent and not extent,
     )
     shapes = list(serving_catalog(max_slots=max_slots, prefill_chunk=prefill_chunk))
     shapes += copy_shapes(max_slots) if state_rows else ()
@@ -103,7 +106,7 @@ def fake_core(
         )
         shapes += reduced(joint, method=spec_method, draft_tokens=None, token_capacity=None, mixed=True)
     info = FakeSourceInfo(name=name)
-    return FakeCore(Catalog(tuple(shapes)), dims, limits, FakeRunner(dims, **runner_options), info)
+    return FakeCore(Catalog(tuple(shapes)), dims, limits, FakeRunner(dims, recurrent=recurrent, **runner_options), info)
 
 
 ENGINE_OPTIONS = tuple(field.name for field in dataclasses.fields(EngineConfig))

@@ -94,6 +94,7 @@ class FakeRunner:
     Args:
         dims: Extents of the core.
         next_token: The model.
+        recurrent: It has state outside of pages; see `FakeState`.
         draft: Makes the proposals of learned rounds.
         clock: Moved to each frame's virtual end when given.
         duration_ns: Virtual duration of a shape.
@@ -107,6 +108,7 @@ class FakeRunner:
         dims: Dims,
         *,
         next_token: NextToken = hashed_text,
+        recurrent: bool = True,
         draft: FakeDraft | None = None,
         clock: FakeClock | None = None,
         duration_ns: Callable[[ProgramShape], int] = default_duration_ns,
@@ -115,6 +117,7 @@ class FakeRunner:
         on_complete: Callable[[FakeFrame, dict[str, np.ndarray]], None] | None = None,
     ) -> None:
         self.dims, self.next_token, self.clock, self.duration_ns = dims, next_token, clock, duration_ns
+        self.recurrent = recurrent
         self.draft, self.gate = draft or FakeDraft(), gate or Gate()
         self.on_submit, self.on_complete = on_submit, on_complete
         self.frames: list[FakeFrame] = []
@@ -129,7 +132,7 @@ class FakeRunner:
             self.run_through(self._queue[-1], None)
         self.resets += 1
         self.broken = self._lost = False
-        self.state = FakeState(self.dims, self.next_token)
+        self.state = FakeState(self.dims, self.next_token, recurrent=self.recurrent)
 
     def submit(
         self, shape: ProgramShape, ints: np.ndarray, floats: np.ndarray, bits: np.ndarray | None = None

@@ -44,8 +44,8 @@ class SavedState(NamedTuple):
 class FakeState:
     """Pages [P, page_size]; of each slot [S + 1] its committed length, pending token, settings and recurrent state."""
 
-    def __init__(self, dims: Dims, next_token: NextToken) -> None:
-        self.dims, self.next_token = dims, next_token
+    def __init__(self, dims: Dims, next_token: NextToken, *, recurrent: bool = True) -> None:
+        self.dims, self.next_token, self.is_recurrent = dims, next_token, recurrent
         self.pages = np.full((dims.num_pages, dims.page_size), -1, np.int32)
         self.committed = np.zeros(dims.slots + 1, np.int32)
         self.pending = np.full(dims.slots + 1, -1, np.int32)
@@ -121,7 +121,8 @@ class FakeState:
         """The target's token behind `history` [n]; -1 where a mask allows none."""
         token, settings = self.next_token(history, self.prompt_len(slot), self.seed(slot)), self.settings[slot]
         length, checksum = self.recurrent[slot]
-        if length > len(history) or zlib.crc32(history[:length].tobytes()) != checksum:
+        foreign = length > len(history) or zlib.crc32(history[:length].tobytes()) != checksum
+        if foreign and self.is_recurrent:
             token = (token + 1) % 256  # recurrent state and keys are not of one prefix
         best = int(np.argmax(settings["bias_values"]))
         if settings["bias_ids"][best] >= 0 and settings["bias_values"][best] >= FORCING_BIAS:

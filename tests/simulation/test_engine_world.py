@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 
+from helios_jax.engine import frames, prefixes
 from helios_jax.engine.drafting import Drafting
 from helios_jax.engine.publication import Publisher
 from helios_jax.engine.request import Sequence
 from helios_jax.engine.roster import Roster
-from helios_jax.scheduler import completion, lifecycle, retirement
+from helios_jax.scheduler import captures, completion, lifecycle, retirement
 from helios_jax.scheduler.state import state_digest
 from tests.simulation.world import World
 from tests.simulation.world_clients import PLACES
 from tests.simulation.world_faults import LIES
+from tests.simulation.world_talk import REUSE_PLACES
 
 FAILED: tuple[tuple[int, int, str], ...] = (  # (seed, events, what it found)
     (1009, 200, "planning behind a frame while every stream waits for pages, with mixed programs"),
@@ -91,6 +93,35 @@ def test_clients_leave_everywhere(tmp_path: Path) -> None:
         left["clock jump"] += world.seen["clock jump"]
     wanted = {*PLACES, "clock jump"} - {"in decode, frames [2] of 2"}
     assert {place for place in wanted if left[place] < 2} == set()
+
+
+REUSES = {
+    "checkpoint hits",
+    "checkpoint restores",
+    "checkpoint evictions",
+    "failed copy",
+    "cut: no_state",
+    "cut: evicted",
+}
+
+
+def test_worlds_that_talk(tmp_path: Path) -> None:
+    """Conversations over few state rows: restores, evictions, failed copies, preemption, all beside each other."""
+    faults = {"not_finite": 0.006}
+    worlds = [lived(seed, 500, tmp_path, state_rows=1 + seed % 5, rates=faults) for seed in range(2100, 2106)]
+    seen = sum((world.seen for world in worlds), collections.Counter[str]())
+    assert {what for what in REUSES if seen[what] < 2} == set()
+
+
+@pytest.mark.slow
+def test_twenty_thousand_events_of_conversations(tmp_path: Path) -> None:
+    seen: collections.Counter[str] = collections.Counter()
+    for seed in range(2200, 2220):
+        rates = None if seed % 2 else TROUBLE
+        seen += lived(seed, 1000, tmp_path, state_rows=(1, 2, 3, 8, 20)[seed % 5], rates=rates).seen
+    places = {place for place in REUSE_PLACES if not any(what.startswith(f"left {place}") for what in seen)}
+    assert places == set()
+    assert {what for what in {*REUSES, "device error", "preempted"} if seen[what] < 10} == set()
 
 
 @pytest.mark.slow
@@ -183,6 +214,25 @@ def _delivers_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Publisher, "flush", twice)
 
 
+def _believes_lengths(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that is long enough is taken for one that begins with the checkpoint's tokens."""
+    patch.setattr(prefixes, "_common", lambda one, other: min(len(one), len(other)))
+
+
+def _keeps_lost_checkpoints(patch: pytest.MonkeyPatch) -> None:
+    """After a device error, checkpoints stay published whose rows are blank."""
+    patch.setattr(captures, "drop_checkpoints", lambda state: state)
+
+
+def _copies_another_page(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(frames, "shared_pages", lambda endpoint, size, extent: max(0, endpoint // size - 1))
+
+
+def _frees_kept_pages(patch: pytest.MonkeyPatch) -> None:
+    """Pages go back with their request although checkpoints share them."""
+    patch.setattr(completion, "follow", lambda pool, checkpoints: pool)
+
+
 PLANTED: tuple[tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]], ...] = (
     (_frees_early, {}),
     (_forgets_no_copies, {"spec_method": "copy", "num_draft_tokens": 2}),
@@ -190,6 +240,10 @@ PLANTED: tuple[tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]], ...]
     (_never_cancels, {}),
     (_spares_the_lost, {"rates": {"device_error": 0.05}}),
     (_delivers_twice, {}),
+    (_believes_lengths, {"state_rows": 4}),
+    (_keeps_lost_checkpoints, {"state_rows": 4, "rates": {"device_error": 0.02}}),
+    (_copies_another_page, {"state_rows": 4}),
+    (_frees_kept_pages, {"state_rows": 4}),
 )
 
 

@@ -119,7 +119,10 @@ class World:
         self.tokenizer, self._pause_ms = ByteTokenizer(), setting.pause_ms
         options = setting.options | change
         rows = random.Random(f"rows of {seed}").choice(ROWS)
-        options = {"state_rows": rows, "checkpoint_extra_work_fraction": 0.5} | options if rows else options
+        if rows or options.get("state_rows"):
+            kind = random.Random(f"kind of {seed}")
+            few = {"state_rows": rows, "checkpoint_extra_work_fraction": 0.5, "recurrent": kind.random() < 0.6}
+            options = few | options
         self.slots = options["max_slots"]
         self.rig = EngineRig(
             start=False, tokenizer=self.tokenizer, next_token=talk, clock=self.clock, dump_dir=dumps,
