@@ -2,7 +2,7 @@
 
 Runs against any idle service with four request slots,
 
-    FLARE_SCHEDULER_TEST_URL=http://127.0.0.1:18131 python -m pytest -q -s -m long tests/server/test_scheduler.py
+    FLARE_SCHEDULER_TEST_URL=http://127.0.0.1:18131 python -m pytest -q -s -m slow tests/server/test_scheduler.py
 
 whose largest prefill is FLARE_SCHEDULER_TEST_PREFILL prompt tokens (4096), and which answers greedily
 the same in every batch if FLARE_SCHEDULER_TEST_EXACT=1. Without a URL it starts SmolLM2 itself, with a smaller
@@ -25,7 +25,7 @@ import pytest
 
 from tests.server.service import Service, started
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 GIVEN = os.environ.get("FLARE_SCHEDULER_TEST_URL")
 OWN_PREFILL = 128

@@ -28,7 +28,7 @@ from helios_jax.config import EngineConfig
 from helios_jax.engine.async_llm import AsyncLLM
 from helios_jax.server.background import ServerThread
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NUM_REQUESTS, NUM_KINDS, CLIENTS, LEAVING_SHARE, SEED = 2000, 48, 12, 0.3, 20261130
 PATIENCE_S = 600.0
