@@ -141,7 +141,8 @@ class PreparedCore:
         """One line for people: model, sizes, and what became of the programs."""
         return (
             f"{self.source_info.name}: {self.options.max_slots} slots of {self.options.max_context} tokens,"
-            f" {self.dims.num_pages - 1} pages of {self.dims.page_size}, {self.options.dtype};"
+            f" {self.dims.num_pages - 1} pages of {self.dims.page_size}, {self.limits.state_rows} checkpoint rows,"
+            f" {self.options.dtype};"
             f"{self._speculation()} programs: {summary(self.report)}"
         )
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from helios_jax.engine.request import Sequence
 from helios_jax.engine.stats import CheckpointStats
+from helios_jax.errors import RequestError
 from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.state_rows import RowUse
@@ -74,16 +75,23 @@ def cut_points(prompt_len: int, interval: int) -> tuple[int, ...]:
     return (*points, last)
 
 
+class Host(Protocol):
+    """The part of `host_checkpoints.HostCheckpoints` that matches need."""
+
+    def fetch(self, prompt: np.ndarray, most: int, checkpoint: int, endpoint: int) -> bool: ...
+
+
 class Prefixes:
     """Matches and counts for one engine.
 
     Args:
         scheduler: Keeps the checkpoints; without state rows nothing is ever found.
         scope: Of all requests of the engine.
+        host: Has checkpoints that gave way here, or None.
     """
 
-    def __init__(self, scheduler: Scheduler, scope: Scope) -> None:
-        self._scheduler, self.scope = scheduler, scope
+    def __init__(self, scheduler: Scheduler, scope: Scope, host: Host | None = None) -> None:
+        self._scheduler, self.scope, self._host = scheduler, scope, host
         state = scheduler.state
         self.enabled, self._shares_parts = state.limits.state_rows > 0, state.limits.shares_parts
         self.counts = CheckpointStats(rows_total=state.limits.state_rows)
@@ -106,10 +114,24 @@ class Prefixes:
         spec = sequence.spec
         if not self.enabled:
             return spec
-        checkpoint, endpoint = self.find(spec.prompt, most_restored(sequence), parts=may_share_parts(sequence))
+        most, parts = most_restored(sequence), may_share_parts(sequence)
+        checkpoint, endpoint = self.find(spec.prompt, most, parts=parts)
+        if self._fetched(spec, most, checkpoint, endpoint):
+            checkpoint, endpoint = self.find(spec.prompt, most, parts=parts)
         if (checkpoint, endpoint) == (spec.restore_from, spec.restored_len):
             return spec
         return dataclasses.replace(spec, restore_from=checkpoint, restored_len=endpoint)
+
+    def _fetched(self, spec: RequestSpec, most: int, checkpoint: int, endpoint: int) -> bool:
+        """Whether a longer checkpoint came from the host; one that has to wait for a slot fetches nothing yet."""
+        if self._host is None or most <= endpoint:
+            return False
+        source = dataclasses.replace(spec, restore_from=checkpoint, restored_len=endpoint)
+        try:
+            has_place = self._scheduler.can_admit(source)
+        except RequestError:
+            return False
+        return has_place and self._host.fetch(spec.prompt, most, checkpoint, endpoint)
 
     def find(self, prompt: np.ndarray, most: int, *, parts: bool = False) -> tuple[int, int]:
         """Id of the published checkpoint to begin with, and how many of at most `most` tokens it saves.
