@@ -7,6 +7,8 @@ expectation that fails is our bug, an `InvariantError`.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from helios_jax.errors import InvariantError
@@ -26,7 +28,10 @@ class Books:
         self._page_size, self._pages = page_size, pages
         self.committed: dict[RequestHandle, int] = {}
         self._owner: dict[int, RequestHandle] = {}
+        self._shared: dict[RequestHandle, dict[int, RequestHandle]] = {}  # page that a request reads only -> its writer
+        self._sharers: Counter[int] = Counter()  # requests that share a page
         self._rows: dict[int, int] = {}  # state row -> committed length of the state that it holds
+        self._kept: dict[int, list[tuple[int, RequestHandle]]] = {}  # state row -> whole pages before it, their writers
         self._features: dict[RequestHandle, set[int]] = {}
         self._specs: dict[RequestHandle, RequestSpec] = {}
 
@@ -36,6 +41,7 @@ class Books:
 
     def forget(self, handle: RequestHandle) -> None:
         """The request's resources were freed; its pages may belong to others from now on."""
+        self._sharers.subtract(self._shared.pop(handle, {}).keys())
         for book in (self.committed, self._features, self._specs):
             book.pop(handle, None)
 
@@ -48,15 +54,21 @@ class Books:
         for page, owner in list(self._owner.items()):
             if owner == old:
                 self._owner[page] = fresh
+        if old in self._shared:
+            self._shared[fresh] = self._shared.pop(old)
+        for kept in self._kept.values():
+            kept[:] = [(page, fresh if writer == old else writer) for page, writer in kept]
 
-    def initialize(self, lane: Lane) -> None:
+    def initialize(self, lane: Lane, table: np.ndarray | None) -> None:
         """Begin a request; `lane.start` tokens of its prompt are in pages that it shares."""
         spec = self._specs.get(lane.handle)
         if lane.start and (spec is None or not spec.restore_from or lane.start != spec.restored_len):
             raise InvariantError(f"{lane} begins with tokens that it does not share")
         self.committed[lane.handle] = lane.start
+        if self._pages and lane.start:
+            self._share(lane, table, lane.start // self._page_size)
 
-    def snapshot(self, lane: Lane) -> None:
+    def snapshot(self, lane: Lane, table: np.ndarray | None) -> None:
         """Copy the state of a request into a row; the copy is of exactly the committed position."""
         at = self._position(lane)
         if lane.start != at:
@@ -64,9 +76,15 @@ class Books:
         if lane.row < 1:
             raise InvariantError(f"{lane} has no destination row")
         self._rows[lane.row] = at
+        if self._pages:
+            pages = [] if table is None else table[: at // self._page_size].tolist()
+            self._kept[lane.row] = [(page, self._owner[page]) for page in pages]
 
     def restore(self, lane: Lane, table: np.ndarray | None) -> None:
-        """Bring a state back, its pages included: from a row, or from outside the device (row 0)."""
+        """Bring a state back: from outside the device (row 0) with its pages, or from a row.
+
+        The whole pages before the state of a row are shared, or the request's own; the last may be a copy.
+        """
         spec = self._specs.get(lane.handle)
         if lane.row:
             if lane.row not in self._rows:
@@ -76,7 +94,11 @@ class Books:
             at = spec.restored_len if spec is not None else lane.start
         if at != lane.start:
             raise InvariantError(f"{lane} restores a state of {at} tokens")
-        self._write(lane, table, 0, at)
+        shared = 0
+        if self._pages and lane.row:
+            shared = self._pages_of_row(lane, table, at // self._page_size)
+            self._share(lane, table, shared)
+        self._write(lane, table, shared * self._page_size, at)
         self.committed[lane.handle] = at
 
     def encode(self, lane: Lane) -> None:
@@ -136,6 +158,30 @@ class Books:
             raise InvariantError(f"{lane} starts elsewhere than {at}: no initialise or restore ran before it")
         return at
 
+    def _pages_of_row(self, lane: Lane, table: np.ndarray | None, whole: int) -> int:
+        """How many leading pages of a table are those before the state of a row, all but one at least."""
+        pages, kept = [] if table is None else table[:whole].tolist(), self._kept[lane.row]
+        same = [page == before for page, (before, _) in zip(pages, kept, strict=False)]
+        shared = [*same, False].index(False)
+        if shared < whole - 1:
+            raise InvariantError(f"{lane} restores beside pages {pages}, the state was behind {kept}")
+        for page, writer in kept[:shared]:
+            if self._owner.get(page) != writer:
+                raise InvariantError(
+                    f"{lane} shares page {page} of {writer}, {self._owner.get(page)} wrote to it since"
+                )
+        return shared
+
+    def _share(self, lane: Lane, table: np.ndarray | None, count: int) -> None:
+        """A request reads the first pages of its table from now on; those that others wrote stay theirs."""
+        pages = [] if table is None else table[:count].tolist()
+        if len(pages) < count or not all(page in self._owner for page in pages):
+            raise InvariantError(f"{lane} shares pages {pages}, of which {count} were to be written already")
+        fresh = {page: self._owner[page] for page in pages if self._owner[page] != lane.handle}
+        self._sharers.subtract(self._shared.get(lane.handle, {}).keys())
+        self._shared[lane.handle] = fresh
+        self._sharers.update(fresh.keys())
+
     def _write(self, lane: Lane, table: np.ndarray | None, start: int, end: int) -> None:
         if not self._pages:
             return
@@ -146,7 +192,10 @@ class Books:
             owner = self._owner.get(page)
             if owner is not None and owner != lane.handle and owner in self.committed:
                 raise InvariantError(f"page {page} of {owner} is given to {lane.handle}")
+            if self._sharers[page] > 0:
+                raise InvariantError(f"{lane} writes to page {page}, which others read")
             self._owner[page] = lane.handle
+        shared = self._shared.get(lane.handle, {})
         for page in table[:first].tolist():
-            if self._owner.get(page) != lane.handle:
+            if self._owner.get(page) != shared.get(page, lane.handle):
                 raise InvariantError(f"{lane.handle} lost page {page} to {self._owner.get(page)}")

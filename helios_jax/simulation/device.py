@@ -179,9 +179,9 @@ class FakeDevice:
                 tokens = (self.token(handle, end),) if lane.emits else ()
                 return CompletionRecord(handle, lane.length, tokens, end)
             case LaneRole.INITIALIZE:
-                self.books.initialize(lane)
+                self.books.initialize(lane, table)
             case LaneRole.SNAPSHOT:
-                self.books.snapshot(lane)
+                self.books.snapshot(lane, table)
             case LaneRole.RESTORE:
                 self.books.restore(lane, table)
             case LaneRole.VISION:

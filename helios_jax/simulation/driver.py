@@ -58,7 +58,8 @@ class Arrival:
 class Served:
     """What one request experienced; times in ns, 0 until they happened.
 
-    `gaps_ns` are between visible outputs; `tokens` stays empty when the run keeps none.
+    `gaps_ns` are between visible outputs; `tokens` stays empty when the run keeps none. `reused` are the
+    tokens of its prompt that it did not compute when it was admitted; after a preemption, the most of both times.
     """
 
     arrival_ns: int
@@ -68,6 +69,7 @@ class Served:
     num_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     preemptions: int = 0
+    reused: int = 0
     gaps_ns: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     reason: str | None = None
 
@@ -100,6 +102,16 @@ class Admission(Protocol):
         """It got a slot again after it gave way."""
 
 
+class Reuse(Protocol):
+    """What a host knows of prefixes: which checkpoint a prompt begins with, and what is in a fresh one."""
+
+    def matched(self, number: int, spec: RequestSpec) -> RequestSpec:
+        """The spec of a request that is to be admitted, with the checkpoint that it begins with now."""
+
+    def published(self, number: int, event: CheckpointPublished) -> None:
+        """A request left a checkpoint."""
+
+
 class Submitted(NamedTuple):
     fence: Fence
     plan: ScheduledPlan
@@ -121,12 +133,14 @@ class Simulation:
         admission: Order of the waiting requests; first come, first served without one.
         copies: (request number, output tokens so far) -> copy proposals that the host offers next.
         observe: Called after every completion.
+        reuse: Matches prompts to checkpoints; without it every prompt is computed whole.
     """
 
     def __init__(
         self, scheduler: Scheduler, device: FakeDevice, arrivals: Sequence[Arrival], *, check: bool = True,
         keep: bool = True, refuse: bool = False, max_queue: int | None = None, admission: Admission | None = None,
         copies: Callable[[int, int], int] | None = None, observe: Callable[[Ran], None] | None = None,
+        reuse: Reuse | None = None,
     ) -> None:  # fmt: skip
         self.scheduler, self.device, self.clock = scheduler, device, VirtualClock(scheduler.state.now_ns)
         self.requests = [Served(arrival.at_ns) for arrival in arrivals]
@@ -134,6 +148,7 @@ class Simulation:
         self.checkpoints: list[CheckpointPublished] = []
         self._arrivals, self._check, self._keep, self._refuse = arrivals, check, keep, refuse
         self._max_queue, self._admission, self._copies, self._observe = max_queue, admission, copies, observe
+        self._reuse = reuse
         self._future = sorted(range(len(arrivals)), key=lambda i: (arrivals[i].at_ns, i), reverse=True)
         self._cancels = [(a.cancel_ns, i) for i, a in enumerate(arrivals) if a.cancel_ns is not None]
         heapq.heapify(self._cancels)
@@ -236,9 +251,13 @@ class Simulation:
         """What the request is admitted as: what arrived, or with its output so far."""
         return self._specs.get(number) or self._arrivals[number].spec
 
+    def _matched(self, number: int) -> RequestSpec:
+        spec = self._spec(number)
+        return self._reuse.matched(number, spec) if self._reuse else spec
+
     def _admit_waiting(self) -> None:
         while self._preempted:
-            if not self.scheduler.can_admit(self._spec(self._preempted[0])):
+            if not self.scheduler.can_admit(self._matched(self._preempted[0])):
                 return
             self._admit(self._preempted.pop(0))
         while self._waiting:
@@ -254,7 +273,7 @@ class Simulation:
     def _can_admit(self, number: int, index: int) -> bool:
         """Whether the request gets a slot now; one that never can leaves the queue as refused."""
         try:
-            return self.scheduler.can_admit(self._arrivals[number].spec)
+            return self.scheduler.can_admit(self._matched(number))
         except RequestError:
             if not self._refuse:
                 raise
@@ -269,8 +288,9 @@ class Simulation:
             self._admission.left(number)
 
     def _admit(self, number: int) -> None:
-        spec = self._spec(number)
+        spec = self._matched(number)
         handle = self.scheduler.admit(spec, self.clock.now_ns)
+        self.requests[number].reused = max(self.requests[number].reused, spec.restored_len)
         self._handles[number], self._numbers[handle] = handle, number
         self.device.admit(handle, spec, number)
         if self._admission:
@@ -349,7 +369,10 @@ class Simulation:
                 self._leaving.append(event.handle)
             else:
                 assert type(event) is CheckpointPublished
-                self.checkpoints.append(event)
+                if self._reuse:
+                    self._reuse.published(number, event)
+                else:
+                    self.checkpoints.append(event)
         if visible:
             self.scheduler.published_outputs(tuple(visible), fence)
             self._checked()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,10 @@ from helios_jax.simulation.acceptance import AcceptanceSampler, AcceptanceTable
 from helios_jax.simulation.baselines import BASELINES, VtcAdmission, baseline
 from helios_jax.simulation.device import FakeDevice
 from helios_jax.simulation.driver import Admission, Arrival, Served, Simulation
+from helios_jax.simulation.prefixes import Prompt, message_ends, prompts_of
 from helios_jax.simulation.profiles import DEFAULT_METHOD, CostProfile, ProfileCosts, Work
 from helios_jax.simulation.report import NS_PER_S, Objectives, Recorder, make_report
+from helios_jax.simulation.reuse import TraceReuse, prefix_report
 from helios_jax.simulation.traces import Trace
 
 POLICIES = (*POLICY_PRESETS, *BASELINES)
@@ -52,6 +54,7 @@ GIB = 2**30
 MIN_SECONDS, MAX_SECONDS = 1e-3, 1e7  # of arrivals: the mix has intervals of ns within it, times must fit 64 bits
 MAX_KV_GIB = 2.0**20
 MAX_HOST_MS = 60_000.0
+MAX_STATE_ROWS = 65_536
 Progress = Callable[[float], None]  # share of the window that has passed, 0 to 1 and beyond
 
 
@@ -71,6 +74,8 @@ class Experiment:
         token_budget: Tokens of one step of `fcfs-chunked`.
         max_context: Tokens of a request, prompt and output; longer ones are refused.
         kv_gib: Cache, GiB.
+        state_rows: Rows for checkpoints: prompts begin with what earlier ones left, as far as the trace says what
+            they share. With speculation whole checkpoints are reused, else any part. 0 computes every prompt whole.
         host_ms: Host time of a step that a queued frame hides.
         frames: Frames in flight.
         max_queue: Requests that may wait; later ones are refused. None = no bound.
@@ -90,6 +95,7 @@ class Experiment:
     token_budget: int = 512
     max_context: int = 16384
     kv_gib: float = 50.0
+    state_rows: int = 0
     host_ms: float = 0.2
     frames: int = 2
     max_queue: int | None = None
@@ -103,6 +109,7 @@ class Experiment:
         for name, low, high in (
             ("slots", 1, MAX_SLOTS), ("prefill_chunk", 64, 65536), ("token_budget", 64, 65536),
             ("max_context", 2, 2**24), ("frames", 1, 2), ("max_queue", 0, 2**31), ("seed", 0, 2**64 - 1),
+            ("state_rows", 0, MAX_STATE_ROWS),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -121,6 +128,9 @@ class Experiment:
             raise ConfigError(f"host_ms must be finite and at least 0, at most {MAX_HOST_MS:g}, got {self.host_ms}")
         if self.preferences and self.policy not in POLICY_PRESETS:
             raise ConfigError(f"{self.policy} has no preferences; they belong to {' and '.join(POLICY_PRESETS)}")
+
+        if self.state_rows and self.policy not in POLICY_PRESETS:
+            raise ConfigError(f"{self.policy} keeps no checkpoints; they belong to {' and '.join(POLICY_PRESETS)}")
 
     def policy_config(self) -> PolicyConfig:
         """The preset with its changed fields.
@@ -165,21 +175,25 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         ConfigError: A limit that no request or program can meet.
     """
     scheduler, admission = _scheduler(experiment, trace)
+    prompts = prompts_of(trace) if experiment.state_rows else []
     sampler = AcceptanceSampler(experiment.acceptance, experiment.seed) if experiment.acceptance else None
     device = FakeDevice(
         _costs(experiment), PAGE_SIZE, host_ns=round(experiment.host_ms * 1e6),
         slots=experiment.slots, sampler=sampler, check_pages=experiment.check,
     )  # fmt: skip
-    arrivals = _arrivals(trace, experiment.max_context)
+    arrivals = _arrivals(trace, experiment.max_context, prompts if experiment.acceptance else [])
     recorder = Recorder(scheduler, experiment.seconds, _tracked(trace, experiment))
     simulation = Simulation(
         scheduler, device, arrivals, check=experiment.check, keep=False, refuse=True,
         max_queue=experiment.max_queue, admission=admission, observe=recorder,
+        reuse=TraceReuse(scheduler, prompts) if prompts else None,
     )  # fmt: skip
     window_tokens = _run(simulation, experiment.seconds, progress)
     report = make_report(
         experiment.policy, simulation.requests, scheduler, experiment.objectives, window_tokens, experiment.seconds
     )
+    if prompts:
+        report["prefixes"] = prefix_report(prompts, simulation.requests, scheduler)
     return Outcome(
         report=report, requests=simulation.requests, recorder=recorder, offered_per_s=len(trace) / experiment.seconds
     )
@@ -204,13 +218,18 @@ def _run(simulation: Simulation, seconds: float, progress: Progress | None) -> i
 def _scheduler(experiment: Experiment, trace: Trace) -> tuple[Scheduler, Admission | None]:
     depth = experiment.acceptance.depth if experiment.acceptance else 0
     catalog = simulation_catalog(experiment.slots, experiment.prefill_chunk, depth)
+    if experiment.state_rows:
+        catalog = Catalog((*catalog, *_copy_programs(experiment.slots)))
     tokens = int(experiment.kv_gib * GIB / experiment.profile.kv_bytes_per_token)
-    pages = min(tokens // PAGE_SIZE, experiment.slots * pages_for(experiment.max_context + depth, PAGE_SIZE))
+    pages, most = tokens // PAGE_SIZE, experiment.slots * pages_for(experiment.max_context + depth, PAGE_SIZE)
+    if not experiment.state_rows:  # more than all slots can hold is of no use
+        pages = min(pages, most)
     if pages < 1:
         raise ConfigError(f"{experiment.kv_gib} GiB of cache hold no page of {PAGE_SIZE} tokens")
     limits = Limits(
         slots=experiment.slots, pages=pages, page_size=PAGE_SIZE, max_context=experiment.max_context,
-        draft_extent=depth, frames=experiment.frames,
+        draft_extent=depth, frames=experiment.frames, state_rows=experiment.state_rows,
+        shares_parts=experiment.state_rows > 0 and not depth,
     )  # fmt: skip
     if experiment.policy in POLICY_PRESETS:
         scheduler = Scheduler(catalog, limits, experiment.policy_config())
@@ -266,16 +285,27 @@ def simulation_catalog(slots: int, prefill_chunk: int, depth: int = 0) -> Catalo
     return Catalog(tuple(shapes))
 
 
-def _arrivals(trace: Trace, max_context: int) -> list[Arrival]:
+def _copy_programs(slots: int) -> list[ProgramShape]:
+    """Snapshots and restores, alone and of all slots."""
+    rows, kinds = powers_of_two(slots), (ProgramKind.SNAPSHOT, ProgramKind.RESTORE)
+    return [ProgramShape(kind, b, 0) for kind in kinds for b in sorted({rows[0], rows[-1]})]
+
+
+def _arrivals(trace: Trace, max_context: int, prompts: Sequence[Prompt]) -> list[Arrival]:
     """Prompts are views of one array of zeros: their lengths matter, not their tokens.
 
-    One beyond the context is refused however long it is, so the array ends there.
+    One beyond the context is refused however long it is, so the array ends there. The ends of messages are those
+    that the blocks of `prompts` tell, if they are given.
     """
+    ends = message_ends(prompts) if prompts else [()] * len(trace)
     zeros = np.zeros(min(int(trace.prompt_len.max(initial=1)), max_context + 1), np.int32)
     columns = (trace.at_s, trace.prompt_len, trace.output_len)
     return [
-        Arrival(at_ns=round(at_s * NS_PER_S), spec=RequestSpec(prompt=zeros[:prompt_len], max_tokens=output_len))
-        for at_s, prompt_len, output_len in zip(*(column.tolist() for column in columns), strict=True)
+        Arrival(
+            at_ns=round(at_s * NS_PER_S),
+            spec=RequestSpec(prompt=zeros[:prompt_len], max_tokens=output_len, message_ends=known),
+        )
+        for at_s, prompt_len, output_len, known in zip(*(column.tolist() for column in columns), ends, strict=True)
     ]
 
 

@@ -36,7 +36,7 @@ def run(scheduler: Scheduler, arrivals: list[Arrival], slots: int, **options: An
     simulation = Simulation(scheduler, device, arrivals, **options)
     assert not simulation.run()
     state = scheduler.state
-    assert state.pool.num_free == state.limits.pages
+    assert (state.pool.num_free + state.pool.num_kept, state.pool.used) == (state.limits.pages, 0)
     assert not state.requests.reserved_pages.any()
     assert sum(served.preemptions for served in simulation.requests) == state.counters.preempted
     assert max(served.preemptions for served in simulation.requests) <= MAX_PREEMPTIONS
