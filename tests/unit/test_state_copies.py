@@ -74,12 +74,14 @@ def random_state(dtype: str, seed: int) -> DeviceState:
     )
 
 
-def run(shape: ProgramShape, dtype: str, state: DeviceState, lanes: list[tuple[int, int, int]]) -> tuple[Any, Any]:
+def run(
+    shape: ProgramShape, dtype: str, state: DeviceState, lanes: list[tuple[int, int, int]], prompt_len: int = PROMPT_LEN
+) -> tuple[Any, Any]:
     """One execution over (slot, row, page) lanes; the new state on the host, and the completion."""
     ints, floats, parts = control_layout(shape, DIMS).new()
     parts["slot"][:] = DIMS.slots
     if shape is RESTORE:
-        parts["prompt_len"][:], parts["top_k"][:], parts["temperature"][:] = PROMPT_LEN, 7, 0.5
+        parts["prompt_len"][:], parts["top_k"][:], parts["temperature"][:] = prompt_len, 7, 0.5
     for lane, (slot, row, page) in enumerate(lanes):
         parts["slot"][lane], parts["row"][lane], parts["page"][lane] = slot, row, page
     after, out = compiled(shape, dtype)({}, jax.tree.map(jnp.array, state), ints, floats)
@@ -132,6 +134,8 @@ def test_a_state_goes_round_with_every_bit(dtype: str) -> None:
         same_pages_and_rows(back, page, slot, before, source_page, source)
         np.testing.assert_array_equal(back.prompt_seen[slot], committed_tokens(before, source))
         assert (back.prompt_len[slot], back.top_k[slot], back.temperature[slot]) == (PROMPT_LEN, 7, 0.5)
+        short, _ = run(RESTORE, dtype, taken, [(slot, row, page)], prompt_len=1)
+        assert short.prompt_len[slot] == before.committed_len[source]  # all that was restored counts as prompt
         assert (back.pending_token[slot], back.output_counts[slot].any()) == (0, False)
         assert out["committed_len"].tolist()[[2, 1].index(slot)] == before.committed_len[source]
         assert row in out["row"]

@@ -118,6 +118,7 @@ def _bring_back(state: DeviceState, slot: jax.Array, row: jax.Array, page: jax.A
         recurrent=recurrent,
         mtp_hidden=hidden,
         committed_len=state.committed_len.at[slot].set(saved.committed_len[row]),
+        prompt_len=state.prompt_len.at[slot].max(saved.committed_len[row]),
         previous_token=state.previous_token.at[slot].set(saved.previous_token[row]),
         prompt_seen=state.prompt_seen.at[slot].set(saved.seen[row]),
     )
