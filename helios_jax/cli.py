@@ -227,6 +227,13 @@ def _add_engine_options(sub: argparse.ArgumentParser) -> None:
         metavar="F",
         help="time of optional checkpoints per time of prefill and decode (0.05)",
     )
+    group.add_argument(
+        "--host-checkpoint-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="host memory for checkpoints that the device has no room for; 0 keeps none there (%(default)s)",
+    )
 
 
 def _add_sampling_options(sub: argparse.ArgumentParser, max_tokens: int | None) -> None:
@@ -262,6 +269,13 @@ def _add_simulation_options(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--prefill-chunk", type=int, default=2048, metavar="N", help="largest prefill (%(default)s)")
     group.add_argument("--token-budget", type=int, metavar="N", help="tokens of a step of fcfs-chunked (512)")
     group.add_argument("--kv-gib", type=float, default=50.0, metavar="G", help="cache, GiB (%(default)g)")
+    group.add_argument(
+        "--state-rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rows for checkpoints of prefixes, with a trace that has hash ids (%(default)s: nothing is reused)",
+    )
     group.add_argument("--host-ms", type=float, default=0.2, metavar="MS", help="host time of a step (%(default)g)")
     group.add_argument("--frames", type=int, choices=(1, 2), default=2, help="frames in flight (%(default)s)")
     group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; more are refused (no bound)")
@@ -322,6 +336,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         terminal_value=options.scheduler_terminal_value,
         terminal_age_price=options.scheduler_terminal_age_price,
         checkpoint_extra_work_fraction=options.scheduler_checkpoint_extra_work_fraction,
+        host_checkpoint_bytes=options.host_checkpoint_bytes,
     )
 
 

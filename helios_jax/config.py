@@ -48,6 +48,8 @@ class EngineConfig:
         grammar_timeout_s: For the compilation of one grammar of structured outputs; slower ones are refused.
         enable_prefix_caching: Keep states of prompts and conversations in the core's state rows, and begin with them
             where another prompt begins with the same tokens; False computes every prompt.
+        host_checkpoint_bytes: Host memory for checkpoints that gave way on the device; they are copied back when a
+            prompt begins with one. 0 keeps none there.
         async_scheduling: Submit the next decode step before the last one is over, so that the device does not
             wait for the host; False has one frame in flight at a time.
 
@@ -66,6 +68,7 @@ class EngineConfig:
     spec_width: str = "adaptive"
     mtp_adaptive_verification_alpha: float | None = None
     enable_prefix_caching: bool = True
+    host_checkpoint_bytes: int = 0
     async_scheduling: bool = True
     grammar_timeout_s: float = DEFAULT_GRAMMAR_TIMEOUT_S
 
@@ -73,6 +76,9 @@ class EngineConfig:
         queue = self.max_queue
         if not isinstance(queue, int) or isinstance(queue, bool) or not 0 <= queue <= MAX_QUEUE_LIMIT:
             raise ConfigError(f"max_queue must be an integer in [0, {MAX_QUEUE_LIMIT}], got {queue!r}")
+        tier = self.host_checkpoint_bytes
+        if not isinstance(tier, int) or isinstance(tier, bool) or tier < 0:
+            raise ConfigError(f"host_checkpoint_bytes must be an integer of at least 0, got {tier!r}")
         for name in ("ready_timeout_s", "grammar_timeout_s"):
             timeout = getattr(self, name)
             if not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):

@@ -30,14 +30,16 @@ from helios_jax.engine.drafting import Drafting
 from helios_jax.engine.failure import EventLog
 from helios_jax.engine.frames import Fields, FrameBuilder
 from helios_jax.engine.heartbeat import DEVICE, HOST, IDLE, EngineHealth, Heartbeat
+from helios_jax.engine.host_checkpoints import HostCheckpoints
+from helios_jax.engine.host_copying import HostCopying
 from helios_jax.engine.prefixes import Prefixes, Scope
 from helios_jax.engine.publication import Publisher
 from helios_jax.engine.recovery import Recovery
 from helios_jax.engine.roster import Roster
-from helios_jax.engine.stats import EngineStats
+from helios_jax.engine.stats import EngineStats, HostTierStats
 from helios_jax.engine.trace import TraceWriter
 from helios_jax.engine.window import FailedSubmission, HostTimer, Outstanding, Window
-from helios_jax.errors import DeviceError, InvariantError, UnavailableError
+from helios_jax.errors import ConfigError, DeviceError, InvariantError, UnavailableError
 from helios_jax.scheduler.preferences import policy_preset
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.types import CompletionRecord, Event, ExecutionTiming, FinishReason, ScheduledPlan
@@ -78,12 +80,21 @@ class Engine:
         self._drafting = Drafting(core.catalog)
         self._builder = FrameBuilder(core.dims, self._drafting, core.limits.draft_extent)
         self._publisher = Publisher(tokenizer.decode_token, core.source_info.eos_token_ids)
-        self.prefixes = Prefixes(self.scheduler, Scope(core.source_info.name))
+        scope = Scope(core.source_info.name)
+        self.host = self._host_checkpoints(scope) if config.host_checkpoint_bytes else None
+        self.prefixes = Prefixes(self.scheduler, scope, self.host)
         self.roster = Roster(self.scheduler, self.board, self._publisher, self._drafting, self.prefixes, self.events)
         self._recovery = Recovery(self.scheduler, self.roster, self.window, self.board, self.events, core.runner)
         self._trace = TraceWriter(config.trace) if config.trace else None
         self._timer = HostTimer()
         self._thread = threading.Thread(target=self._run, name="helios-engine", daemon=True)
+
+    def _host_checkpoints(self, scope: Scope) -> HostCheckpoints:
+        if not self.config.enable_prefix_caching:
+            raise ConfigError("host_checkpoint_bytes needs prefix caching: leave it on, or the bytes out")
+        sizes, core = self.core.enable_host_copies(), self.core
+        copying = HostCopying(core.runner, sizes, self.config.host_checkpoint_bytes, core.limits.page_size)
+        return HostCheckpoints(self.scheduler, copying, scope)
 
     # ---- called from other threads
 
@@ -119,6 +130,7 @@ class Engine:
             compiles_after_ready=self.core.compiles_after_ready(),
             rounds=self._drafting.snapshot(),
             checkpoints=self.prefixes.snapshot(),
+            host_tier=self.host.stats() if self.host else HostTierStats(),
         )
 
     def drain(self, timeout_s: float | None) -> bool:
@@ -141,6 +153,8 @@ class Engine:
         try:
             if self._trace:
                 self._trace.close()
+            if self.host:
+                self.host.close()
         finally:
             self.core.close()
 
@@ -205,6 +219,8 @@ class Engine:
             metrics = sequence.request.metrics
             metrics.first_scheduled_ns = metrics.first_scheduled_ns or scheduler.state.now_ns
         self.heartbeat.enter(DEVICE, f"fence {fence}, {plan.shape.name}")
+        if self.host:
+            self.host.follow()  # ahead of what may overwrite it
         in_flight: Any
         try:
             in_flight = self.core.runner.submit(plan.shape, ints, floats, bits)
@@ -231,6 +247,8 @@ class Engine:
         except DeviceError as error:
             self.heartbeat.enter(DEVICE, "making the device state again")
             self._recovery.after_device_error(frame, error, self.clock)
+            if self.host:
+                self.host.forget()
             return
         self.board.totals.wait_ns += self._timer.lap()
         self.heartbeat.enter(HOST, f"completing fence {frame.fence}")

@@ -100,6 +100,7 @@ class Prefixes:
         self._known: dict[PrefixKey, None] = {}
         self._ghosts: collections.OrderedDict[PrefixKey, None] = collections.OrderedDict()
         self._seen_keys: object = None
+        self._asked: tuple[Sequence, np.ndarray, object, tuple[int, int]] | None = None  # what was matched last
 
     # ---- before an admission
 
@@ -114,13 +115,21 @@ class Prefixes:
         spec = sequence.spec
         if not self.enabled:
             return spec
-        most, parts = most_restored(sequence), may_share_parts(sequence)
-        checkpoint, endpoint = self.find(spec.prompt, most, parts=parts)
-        if self._fetched(spec, most, checkpoint, endpoint):
-            checkpoint, endpoint = self.find(spec.prompt, most, parts=parts)
+        checkpoint, endpoint = self._found(sequence)
+        if self._fetched(spec, most_restored(sequence), checkpoint, endpoint):
+            checkpoint, endpoint = self._found(sequence)
         if (checkpoint, endpoint) == (spec.restore_from, spec.restored_len):
             return spec
         return dataclasses.replace(spec, restore_from=checkpoint, restored_len=endpoint)
+
+    def _found(self, sequence: Sequence) -> tuple[int, int]:
+        """What `find` says; the head of a queue asks at every step, so it is found once for these checkpoints."""
+        keys, spec = self._scheduler.state.retention.checkpoints.keys, sequence.spec
+        asked = self._asked
+        if asked is None or asked[0] is not sequence or asked[1] is not spec.prompt or asked[2] is not keys:
+            found = self.find(spec.prompt, most_restored(sequence), parts=may_share_parts(sequence))
+            self._asked = asked = (sequence, spec.prompt, keys, found)
+        return asked[3]
 
     def _fetched(self, spec: RequestSpec, most: int, checkpoint: int, endpoint: int) -> bool:
         """Whether a longer checkpoint came from the host; one that has to wait for a slot fetches nothing yet."""

@@ -10,10 +10,14 @@ from helios_jax.aot.abi import Dims
 from helios_jax.aot.speculation import DEFAULT_DRAFT_TOKENS, default_rows, joint_shapes, reduced, round_shapes
 from helios_jax.config import EngineConfig
 from helios_jax.engine.async_llm import AsyncLLM
+from helios_jax.engine.host_copying import CopySizes
+from helios_jax.errors import ConfigError
 from helios_jax.scheduler.catalog import Catalog, copy_shapes, serving_catalog
 from helios_jax.scheduler.types import Limits
 from helios_jax.testing.device import FakeRunner
 from helios_jax.testing.tokenizer import ByteTokenizer
+
+MOST_COPIED_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,16 @@ class FakeCore:
     def __init__(self, catalog: Catalog, dims: Dims, limits: Limits, runner: FakeRunner, info: FakeSourceInfo) -> None:
         self.catalog, self.dims, self.limits, self.runner, self.source_info = catalog, dims, limits, runner, info
         self.report: tuple[Any, ...] = ()
+
+    def enable_host_copies(self) -> CopySizes:
+        """The fake device always copies; these are its sizes.
+
+        Raises:
+            ConfigError: The core has no state rows.
+        """
+        if not self.dims.state_rows:
+            raise ConfigError("host_checkpoint_bytes needs a core with state rows: this one keeps no checkpoints")
+        return CopySizes(4 * self.dims.page_size, 4 * self.dims.page_size + 24, MOST_COPIED_BYTES)
 
     def compiles_after_ready(self) -> int:
         """Nothing is ever compiled."""
@@ -68,7 +82,8 @@ def fake_core(
         state_rows: States that are kept for prompts that begin alike; 0 = none.
         recurrent: The model has state outside of pages.
         frames: Frames in flight, 1 or 2.
-        runner_options: Of `FakeRunner`: next_token, draft, clock, duration_ns, gate, on_submit, on_complete.
+        runner_options: Of `FakeRunner`: next_token, draft, clock, duration_ns, gate, on_submit, on_complete,
+            on_copy.
     """
     depth = 0 if spec_method == "none" else num_draft_tokens or DEFAULT_DRAFT_TOKENS[spec_method]
     extent = 0 if spec_method == "copy" else depth

@@ -14,17 +14,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from helios_jax.aot.abi import Dims, completion_layout, control_layout
+from helios_jax.engine.host_tier import Content
 from helios_jax.errors import DeviceError, InvariantError
 from helios_jax.scheduler.catalog import ProgramKind, ProgramShape, ProposalSource
 from helios_jax.scheduler.types import ExecutionTiming
 from helios_jax.testing import device_programs, device_rounds
 from helios_jax.testing.clock import FakeClock
+from helios_jax.testing.device_copies import FakeParcel, write
 from helios_jax.testing.device_state import FakeState, Mask, unmasked
 from helios_jax.testing.gate import Gate
 from helios_jax.testing.model import FakeDraft, NextToken, hashed_text
@@ -57,6 +59,7 @@ class FakeInFlight:
         self.frame, self.dispatch_ns, self.end_ns, self.queued = frame, dispatch_ns, end_ns, queued
         self.completion: Completion | None = None
         self.error: DeviceError | None = None
+        self.behind: list[Callable[[FakeState | None], None]] = []  # copies to be made when it is over
         self._runner = runner
 
     @property
@@ -101,6 +104,7 @@ class FakeRunner:
         gate: Holds frames back.
         on_submit: Called with each frame when submitted; what it raises becomes a DeviceError.
         on_complete: Called with frame and completion fields, which it may change; raising as above.
+        on_copy: Called with "take_out" or "put_in" before such a copy is submitted; raising as above.
     """
 
     def __init__(
@@ -115,11 +119,12 @@ class FakeRunner:
         gate: Gate | None = None,
         on_submit: Callable[[FakeFrame], None] | None = None,
         on_complete: Callable[[FakeFrame, dict[str, np.ndarray]], None] | None = None,
+        on_copy: Callable[[str], None] | None = None,
     ) -> None:
         self.dims, self.next_token, self.clock, self.duration_ns = dims, next_token, clock, duration_ns
         self.recurrent = recurrent
         self.draft, self.gate = draft or FakeDraft(), gate or Gate()
-        self.on_submit, self.on_complete = on_submit, on_complete
+        self.on_submit, self.on_complete, self.on_copy = on_submit, on_complete, on_copy
         self.frames: list[FakeFrame] = []
         self.resets = -1
         self._queue: collections.deque[FakeInFlight] = collections.deque()
@@ -166,6 +171,36 @@ class FakeRunner:
         self._queue.append(in_flight)
         return in_flight
 
+    def take_out(self, row: int, pages: Sequence[int]) -> FakeParcel:
+        """Copy a row and pages to the host, as they are behind what was submitted; see `aot.runner.DeviceRunner`."""
+        self._begin_copy("take_out")
+        parcel, wanted = FakeParcel(), tuple(pages)
+        self._behind(lambda state: parcel.arrive(state, row, wanted))
+        return parcel
+
+    def put_in(self, row: int, pages: Sequence[int], contents: Sequence[Content], kept: Content) -> None:
+        """Copy contents into pages and a row, behind what was submitted; see `aot.runner.DeviceRunner`."""
+        self._begin_copy("put_in")
+        wanted, given = tuple(pages), tuple(contents)
+
+        def copy(state: FakeState | None) -> None:
+            if state is not None:
+                write(state, row, wanted, given, kept)
+
+        self._behind(copy)
+
+    def _begin_copy(self, name: str) -> None:
+        if self.broken:
+            raise DeviceError("the device state was lost; reset the runner")
+        if self.on_copy:
+            self.on_copy(name)
+
+    def _behind(self, copy: Callable[[FakeState | None], None]) -> None:
+        if self._queue:
+            self._queue[-1].behind.append(copy)
+        else:
+            copy(None if self._lost else self.state)
+
     def may_finish(self, in_flight: FakeInFlight) -> bool:
         """Whether a frame of the queue could be over now."""
         return self.gate.is_free and (self.clock is None or self.clock() >= in_flight.end_ns)
@@ -190,6 +225,8 @@ class FakeRunner:
                 head.completion = self._execute(head)
             except DeviceError as error:
                 head.error = error
+            for copy in head.behind:
+                copy(None if self._lost else self.state)
 
     def _execute(self, in_flight: FakeInFlight) -> Completion:
         frame, duration = in_flight.frame, self.duration_ns(in_flight.shape)
@@ -236,8 +273,11 @@ class FakeRunner:
             raise DeviceError(f"the fake device failed: {error}") from error
 
     def close(self) -> None:
-        """Nothing to free; later frames are refused."""
+        """Nothing to free; later frames are refused, and copies behind frames that nobody waits for are lost."""
         self.broken = True
+        for in_flight in self._queue:
+            for copy in in_flight.behind:
+                copy(None)
 
 
 def _mask(frame: FakeFrame) -> Mask:

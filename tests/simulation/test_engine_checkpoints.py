@@ -302,3 +302,20 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
             assert isinstance(output, RequestOutput)
             assert output.num_cached_tokens is None
         assert rig.engine.stats().checkpoints.snapshots == 0
+
+
+def test_the_head_of_a_queue_is_matched_once(rig: EngineRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks at every step until it is admitted; what is published changes seldom."""
+    prefixes, found = rig.engine.prefixes, []
+    find = prefixes.find
+
+    def counted(*args: Any, **options: Any) -> tuple[int, int]:
+        found.append(len(args[0]))
+        return find(*args, **options)
+
+    monkeypatch.setattr(prefixes, "find", counted)
+    first = [rig.submit(text(number, 20), message_ends=(20,), max_tokens=100) for number in range(4)]
+    last = rig.submit(text(9, 21), max_tokens=2)
+    rig.finish(*first, last)
+    assert found.count(20) <= 8
+    assert found.count(21) <= 10

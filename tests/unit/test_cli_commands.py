@@ -101,7 +101,7 @@ def test_serve_options_reach_core_and_engine() -> None:
     assert core_options(options) == {
         "max_slots": 4, "max_context": None, "dtype": "bfloat16", "page_size": None, "num_pages": None,
         "prefill_chunk": None, "spec_method": "draft", "draft_model": "small", "num_draft_tokens": 3,
-        "speculative_token_capacity": 12, "mixed_prefill": True,
+        "speculative_token_capacity": 12, "mixed_prefill": True, "state_rows": None,
     }  # fmt: skip
     config = engine_config(options)
     assert (config.policy, config.terminal_value, config.max_queue) == ("throughput", 0.0, 7)
@@ -110,6 +110,9 @@ def test_serve_options_reach_core_and_engine() -> None:
     plain = engine_config(parser().parse_args(["serve"]))
     assert (plain.spec_width, plain.mtp_adaptive_verification_alpha) == ("adaptive", None)
     assert plain.async_scheduling
+    assert plain.host_checkpoint_bytes == 0
+    host = engine_config(parser().parse_args(["serve", "--host-checkpoint-bytes", "5000"]))
+    assert host.host_checkpoint_bytes == 5000
     assert not engine_config(parser().parse_args(["serve", "--no-async-scheduling"])).async_scheduling
 
 
