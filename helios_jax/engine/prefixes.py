@@ -100,7 +100,9 @@ class Prefixes:
         self._known: dict[PrefixKey, None] = {}
         self._ghosts: collections.OrderedDict[PrefixKey, None] = collections.OrderedDict()
         self._seen_keys: object = None
-        self._asked: tuple[Sequence, np.ndarray, object, tuple[int, int]] | None = None  # what was matched last
+        self._asked: tuple[int, np.ndarray, object, tuple[int, int]] | None = (
+            None  # who was matched last, and with what
+        )
 
     # ---- before an admission
 
@@ -126,9 +128,9 @@ class Prefixes:
         """What `find` says; the head of a queue asks at every step, so it is found once for these checkpoints."""
         keys, spec = self._scheduler.state.retention.checkpoints.keys, sequence.spec
         asked = self._asked
-        if asked is None or asked[0] is not sequence or asked[1] is not spec.prompt or asked[2] is not keys:
+        if asked is None or asked[0] != sequence.number or asked[1] is not spec.prompt or asked[2] is not keys:
             found = self.find(spec.prompt, most_restored(sequence), parts=may_share_parts(sequence))
-            self._asked = asked = (sequence, spec.prompt, keys, found)
+            self._asked = asked = (sequence.number, spec.prompt, keys, found)
         return asked[3]
 
     def _fetched(self, spec: RequestSpec, most: int, checkpoint: int, endpoint: int) -> bool:
