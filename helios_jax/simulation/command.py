@@ -79,6 +79,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
         **({} if options.token_budget is None else {"token_budget": options.token_budget}),
         max_context=options.max_context,
         kv_gib=options.kv_gib,
+        state_rows=options.state_rows,
         host_ms=options.host_ms,
         frames=options.frames,
         max_queue=options.max_queue,
@@ -184,7 +185,8 @@ def _loads(
     for policy in dict.fromkeys([experiment.policy, *options.compare]):
         made = same and policy == experiment.policy
         own = experiment.preferences if policy == experiment.policy else ()
-        shorter = dataclasses.replace(experiment, seconds=seconds, policy=policy, preferences=own)
+        rows = experiment.state_rows if policy in POLICY_PRESETS else 0  # baselines keep no checkpoints
+        shorter = dataclasses.replace(experiment, seconds=seconds, policy=policy, preferences=own, state_rows=rows)
         speeds = [factor * options.speed for factor in LOAD_FACTORS if not (made and factor == 1.0)]
         tasks += [(shorter, {**source, "seconds": seconds}, speed) for speed in speeds]
     loads = [load_of(options.speed, outcome)] if same else []

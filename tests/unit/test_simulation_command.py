@@ -59,6 +59,26 @@ def test_every_policy_reports_the_same_keys(capsys: pytest.CaptureFixture[str], 
         assert ledger["spent"] <= ledger["bound"]
 
 
+def test_prefixes_of_a_trace_are_reused_with_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 3000 * i, "input_length": 600 + i, "output_length": 2, "hash_ids": [1, 2 + i]} for i in range(4)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    options = ["--costs", str(profile_file(tmp_path)), "--profile", "toy.gpu", "--trace", str(trace), *SMALL]
+    options += ["--seconds", "20", "--max-context", "1024"]
+    code, out, _ = run(capsys, *options, "--state-rows", "16", "--check")
+    report = json.loads(out)
+    assert (code, list(report)) == (0, [*KEYS, "prefixes"])
+    assert report["prefixes"] | {"captured": 0} == {
+        "prompt_tokens": 2406, "reused_tokens": 3 * 512, "hit_ratio": 0.6384, "captured": 0, "evicted": 0,
+    }  # fmt: skip
+    assert "prefixes" not in json.loads(run(capsys, *options)[1])
+    code, _, err = run(capsys, *options, "--state-rows", "4", "--policy", "vtc")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "vtc keeps no checkpoints" in err
+
+
 def test_speculation_from_a_table(capsys: pytest.CaptureFixture[str], files: list[str], tmp_path: Path) -> None:
     acceptance = f"{acceptance_file(tmp_path)}:eagle3/Toy"
     _, plain, _ = run(capsys, *files)
