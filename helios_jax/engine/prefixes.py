@@ -181,10 +181,18 @@ class Prefixes:
         counts.misses += spec.restored_len == 0
         counts.queried_tokens += len(spec.prompt)
         counts.hit_tokens += spec.restored_len
+        self._demand_whole(spec.prompt)
         reason, tokens = self._cut(spec, [other.spec.prompt for other in others if other is not sequence])
         if reason:
             counts.cuts[reason] += 1
             counts.cut_tokens[reason] += tokens
+
+    def _demand_whole(self, prompt: np.ndarray) -> None:
+        """A state of the whole prompt cannot be restored, for its last token is computed; but it was asked for."""
+        known, key = self._scheduler.state.retention.checkpoints, key_of(self.scope, prompt)
+        for place in np.flatnonzero(known.endpoints == len(prompt)).tolist():
+            if known.keys[place] == key:
+                self._scheduler.demand_checkpoint(int(known.ids[place]))
 
     def _cut(self, spec: RequestSpec, running: list[np.ndarray]) -> tuple[str, int]:
         """Why less was restored than the prompt shares with what is or was known, and how much less."""

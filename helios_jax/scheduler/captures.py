@@ -239,15 +239,20 @@ def end_copy(draft: Draft, lane: Lane, fence: Fence, *, valid: bool) -> Checkpoi
 def drop_lane(draft: Draft, requests: Requests, lane: Lane, record: CompletionRecord, fence: Fence) -> None:
     """The request of a lane ended before its frame completed: nothing of it is published.
 
-    The row of a snapshot goes back. A request that waits for its terminal snapshot gives up if
-    the lane has moved its state on.
+    The row of a snapshot goes back. A request that waits for its terminal snapshot takes the state that one plain
+    step leaves, which has consumed the pending token, and gives up if the lane has moved it on in any other way.
     """
     slot = lane.handle.slot
     if lane.role is LaneRole.SNAPSHOT:
         draft.rows = state_rows.finish_copy(draft.rows, lane.row, fence, publish=False)
-    elif requests.phase[slot] == TERMINAL and (
-        not record.valid or record.committed_len != requests.committed_len[slot]
-    ):
+        return
+    if requests.phase[slot] != TERMINAL:
+        return
+    moved = record.committed_len - int(requests.committed_len[slot])
+    if record.valid and moved == 1 and lane.length == 1 and not draft.state.limits.stops_on_device:
+        requests.committed_len[slot] += 1
+        draft.rows = state_rows.move_on(draft.rows, int(requests.state_row[slot]), record.committed_len)
+    elif moved or not record.valid:
         draft.rows = state_rows.disarm(draft.rows, int(requests.state_row[slot]))
         draft.skip("terminal_overrun")
         requests.state_row[slot], requests.phase[slot] = 0, RETIRING

@@ -33,8 +33,8 @@ def end_request(
 ) -> None:
     """Set the phase of a request that ends, in place; its terminal age starts here."""
     handle = RequestHandle(slot, int(requests.generation[slot]))
-    drained = all(lane.handle.slot != slot for frame in outstanding for lane in frame.plan.lanes)
-    if keep_state and terminal.wait_for_terminal(draft, requests, handle, drained=drained):
+    ahead = [lane for frame in outstanding for lane in frame.plan.lanes if lane.handle.slot == slot]
+    if keep_state and terminal.wait_for_terminal(draft, requests, handle, ahead=ahead):
         requests.phase[slot], requests.terminal_ns[slot] = TERMINAL, draft.state.now_ns
     else:
         requests.phase[slot] = RETIRING

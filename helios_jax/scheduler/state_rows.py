@@ -159,6 +159,12 @@ def finish_copy(rows: Rows, row: int, fence: Fence, *, publish: bool) -> Rows:
     return _changed(rows, row, **{**_BLANK, "use": RowUse.PUBLISHED if publish else RowUse.FREE})
 
 
+def move_on(rows: Rows, row: int, endpoint: int) -> Rows:
+    """The state that an armed row is to hold has moved on to `endpoint` before its copy was submitted."""
+    _expect(rows, row, "move on", RowUse.ARMED)
+    return _changed(rows, row, endpoint=endpoint)
+
+
 def disarm(rows: Rows, row: int) -> Rows:
     """Free an armed row whose copy will not be submitted: skipped, or its request retired."""
     _expect(rows, row, "disarm", RowUse.ARMED)

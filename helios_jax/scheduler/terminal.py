@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from helios_jax.scheduler import row_allocator
@@ -32,17 +34,19 @@ def earn(draft: Draft, lanes: tuple[Lane, ...], served: np.ndarray, execution_ns
         draft.credit_ns[slots] = earned_ns(draft.credit_ns[slots], execution_ns, fraction)
 
 
-def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *, drained: bool) -> bool:
+def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *, ahead: Sequence[Lane]) -> bool:
     """Whether a request that ended well, or is preempted, waits for a snapshot of its last state.
 
     A copy that was armed for exactly this state, or is in flight, becomes its terminal one.
 
     Args:
-        drained: No submitted program names the request. One that does moves the state on, unless
-            the device stops by itself, which its record will show (`drop_lane`).
+        ahead: Lanes of submitted programs that name the request. They move the state on, unless the device
+            stops by itself, which its record will show (`drop_lane`). A single step of decode consumes the pending
+            token and nothing else: the state that it leaves is that of one token more, and as good.
     """
     if not draft.enabled:
         return False
+    drained = not ahead
     slot, committed, row = handle.slot, int(requests.committed_len[handle.slot]), armed_row(draft, handle)
     if row and (draft.rows.use_of(row) is RowUse.COPYING or (drained and draft.rows.endpoint[row - 1] == committed)):
         requests.state_row[slot] = row
@@ -54,7 +58,7 @@ def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *
         captured_len=int(draft.captured_len[slot]),
     ):
         return False
-    if not (drained or draft.state.limits.stops_on_device):
+    if not (drained or draft.state.limits.stops_on_device or consumes_pending(ahead)):
         draft.skip("terminal_overrun")
         return False
     claim = Claim(int(draft.demand_ns[slot]), Role.TERMINAL, committed)
@@ -64,3 +68,8 @@ def wait_for_terminal(draft: Draft, requests: Requests, handle: RequestHandle, *
         return False
     requests.state_row[slot] = draft.accept(granted)
     return True
+
+
+def consumes_pending(ahead: Sequence[Lane]) -> bool:
+    """Whether all that is still to come is the pending token of one plain step."""
+    return len(ahead) == 1 and ahead[0].role is LaneRole.DECODE and ahead[0].length == 1

@@ -40,8 +40,8 @@ class Limits:
         draft_extent: Cache positions that a draft may write past a lane's ceiling.
         frames: Frames in flight, 1 or 2.
         stops_on_device: Programs know stop tokens and leave the state of a row alone once its output
-            has ended. Without it, a program queued behind a stop token moves the state past it, and
-            the request has nothing exact left to capture.
+            has ended. Without it, a program queued behind a stop token moves the state past it; but for
+            a single plain step, which consumes that token, nothing exact is left to capture.
         shares_parts: A request may begin with the whole pages of any part of a checkpoint: what tokens leave behind
             is in their pages alone. Models with recurrent state, and those with a draft's context, whose last
             row depends on the token behind it, are restored from whole checkpoints only.

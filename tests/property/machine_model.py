@@ -301,6 +301,11 @@ class Model:
         if lane.role is LaneRole.SNAPSHOT:
             self.rows[lane.row] = (frozenset({job.key}), job.committed) if record.valid else None
             self.kept[lane.row] = pages.shared(self, job.table, job.committed)
+        if job.stage == "terminal" and lane.role is LaneRole.DECODE:  # a step behind the end: its token is consumed
+            assert lane.length == 1
+            job.committed += record.valid
+            job.stage = "terminal" if record.valid else "retiring"
+            self.seen["a step behind the end"] += 1
         if job.ended is not None and not (job.stage == "terminal" and lane.role is LaneRole.SNAPSHOT):
             return
         self.epochs[job.handle.slot] += 1

@@ -319,3 +319,28 @@ def test_the_head_of_a_queue_is_matched_once(rig: EngineRig, monkeypatch: pytest
     rig.finish(*first, last)
     assert found.count(20) <= 8
     assert found.count(21) <= 10
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_an_answer_that_a_stop_token_ends_is_there_for_the_next_turn(frames: int) -> None:
+    """With two frames out, the second has consumed the stop token when the first one shows it: so has the state."""
+    with made(frames=frames, async_scheduling=frames == 2) as rig:
+        ask(rig, text(9, 20), ends=(20,))  # what copies and steps take is known
+        prompt = text(1, 30)
+        answer = said(prompt, 30)
+        stop = answer[20]
+        length = answer.index(stop) + 1
+        rig.finish(name := rig.submit(prompt, message_ends=(30,), max_tokens=30, stop_token_ids=[stop]))
+        assert tokens_of(rig, name) == answer[:length]
+        cached = ask(rig, [*prompt, *answer[:length], *text(2, 5)], ends=(30, 30 + length, 35 + length))
+        assert cached == 30 + length - (frames == 1)
+
+
+def test_a_prompt_that_is_asked_again_protects_its_state() -> None:
+    """Two rows, the older of which is asked for again as a whole: the other one gives way to the next prompt."""
+    with made(state_rows=2, checkpoint_extra_work_fraction=0.0) as rig:
+        first, second = text(1, 30), text(2, 30)
+        for prompt in (first, second, first):
+            ask(rig, prompt, 2, (30,))
+        ask(rig, text(3, 30), 2, (30,))
+        assert ask(rig, [*first, 97], 2, (31,)) == 30

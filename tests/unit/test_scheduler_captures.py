@@ -325,8 +325,9 @@ def test_errors_and_cancellations_never_capture(reason: FinishReason) -> None:
     assert phase_of(state, handle) is Phase.FREE
 
 
-def test_a_submitted_program_that_moves_the_state_on_prevents_the_capture() -> None:
-    """With two frames in flight the first one's stop token leaves the second one's token in the state."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_behind_the_end_consumes_the_stop_token_and_the_state_is_captured_with_it(fails: bool) -> None:
+    """With two frames in flight, the second consumes what the first one sampled; if it fails, nothing is exact."""
     state, handle = decoding(fraction=1.0, stop_token_ids=frozenset({5}))
     state, _, _ = run(state, lambda s: s.requests.output_len[handle.slot] == 4)
     state, first, fence = submit(state)
@@ -334,10 +335,14 @@ def test_a_submitted_program_that_moves_the_state_on_prevents_the_capture() -> N
     assert {plan.lanes[0].role for plan in (first, second)} == {LaneRole.DECODE}
     state, events = finish_frame(state, first, fence, token=5)
     assert events[-1] == RequestFinished(handle, FinishReason.STOP, 5)
-    assert phase_of(state, handle) is Phase.RETIRING
-    assert skipped(state) == {"terminal_overrun": 1}
-    state, _ = finish_frame(state, second, fence + 1)
-    assert phase_of(state, handle) is Phase.FREE
+    assert phase_of(state, handle) is Phase.TERMINAL
+    committed = int(state.requests.committed_len[handle.slot])
+    state, _ = finish_frame(state, second, fence + 1, spoil=failing if fails else lambda record: record)
+    assert phase_of(state, handle) is (Phase.FREE if fails else Phase.TERMINAL)
+    assert skipped(state) == ({"terminal_overrun": 1} if fails else {})
+    state, events, _ = run(state)
+    assert published(events) == ([] if fails else [(committed + 1, CheckpointRole.TERMINAL)])
+    assert skipped(state) == ({"terminal_overrun": 1} if fails else {})
 
 
 def stopped(record: CompletionRecord) -> CompletionRecord:
