@@ -239,7 +239,8 @@ def test_acceptance_of_a_new_request_starts_from_the_population_and_no_lower_tha
     assert started([3, 0], ~one)[LEARNED].tolist() == halves  # slot 0 is constrained
     assert started([3, 3], calm)[LEARNED].tolist() == halves
     weights = [fresh([1, 0], one, rounds).accept_weight[1, LEARNED].tolist() for rounds in (1, 3, 200)]
-    assert weights == [[3.0, 2.0, 2.0], [5.0, 2.0, 2.0], [8.0, 2.0, 2.0]]  # a guess weighs two, what is known up to eight
+    # A guess weighs two, what is known up to eight.
+    assert weights == [[3.0, 2.0, 2.0], [5.0, 2.0, 2.0], [8.0, 2.0, 2.0]]
     np.testing.assert_allclose(started([2, 0], one, rounds=1)[LEARNED], [2 / 3, 0.5, 0.125])
 
 
