@@ -46,7 +46,7 @@ class Pair:
     scope="module",
     params=[
         ("copy", "adaptive"),
-        pytest.param(("copy", "fixed"), marks=pytest.mark.long),
+        ("copy", "fixed"),
         pytest.param(("draft", "fixed"), marks=pytest.mark.long),
         pytest.param(("draft", "adaptive"), marks=pytest.mark.long),
     ],
@@ -62,7 +62,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         pair = Pair(plain, fast)
         yield pair
         stats = fast.stats()
-        assert sum(counts.accepted for counts in stats.rounds.values()) > (0 if source == "copy" else -1)
+        if (source, width) == ("copy", "fixed"):  # what adaptive offers is a matter of times, a draft's luck is its own
+            assert sum(counts.accepted for counts in stats.rounds.values()) > 0
         assert sum(counts.offered for counts in stats.rounds.values()) > 0
         assert (stats.compiles_after_ready, stats.pages_used) == (0, 0)
         assert sum(counts.offered for counts in plain.stats().rounds.values()) == 0
