@@ -50,7 +50,7 @@ class Talk:
             text = rng.choice(self._systems)
             ends = (len(text),)
         own = client.prompt[: rng.choice([0, 1, 3, 17, 40])]
-        client.prompt = [*text, *own][: self._most]
+        client.prompt = _whole([*text, *own][: self._most])
         known = (*(end for end in ends if end <= min(len(text), len(client.prompt))), len(client.prompt))
         client.message_ends = tuple(sorted(set(known))) if rng.random() < 0.7 else ()
         if client.leaves == AT_PLACE:
