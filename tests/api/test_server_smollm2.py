@@ -105,7 +105,12 @@ def test_chat_streamed_equals_plain_with_usage(live: Live) -> None:
             reasons += [choice.finish_reason] if choice.finish_reason else []
     assert text == plain.choices[0].message.content
     assert "Paris" in text
-    assert usage == plain.usage
+    assert usage is not None
+    assert plain.usage is not None
+    counts = {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert usage.model_dump(include=counts) == plain.usage.model_dump(include=counts)
+    assert usage.prompt_tokens_details is not None
+    assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens  # the same prompt again
     assert reasons == [plain.choices[0].finish_reason]
 
 

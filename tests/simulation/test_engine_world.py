@@ -87,7 +87,7 @@ def test_clients_leave_everywhere(tmp_path: Path) -> None:
         plain = (
             {"spec_method": "none", "mixed_prefill": False} if seed % 2 else {}
         )  # decode steps queue behind each other
-        world = lived(seed, 800, tmp_path, max_slots=3 + seed % 4, async_scheduling=True, **plain)
+        world = lived(seed, 800, tmp_path, max_slots=3 + seed % 4, async_scheduling=True, state_rows=0, **plain)
         for place in PLACES:
             left[place] += sum(count for what, count in world.seen.items() if what.startswith(f"left {place}"))
         left["clock jump"] += world.seen["clock jump"]
