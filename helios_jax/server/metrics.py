@@ -141,6 +141,14 @@ class EngineCollector(Collector):
         yield from round_families(getattr(stats, "rounds", {}))
 
 
+def plain(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily], named: Mapping[str, tuple[str, float]]
+) -> Iterator[Metric]:
+    """Families without labels: help text and value by name."""
+    for name, (text, value) in named.items():
+        yield family(name, text, value=value)
+
+
 def engine_families(stats: Any) -> Iterator[Metric]:
     """Queue, slots, pages, tokens, frames and request counts of `EngineStats`."""
     gauges = {
@@ -152,8 +160,7 @@ def engine_families(stats: Any) -> Iterator[Metric]:
         "helios_pages_free": ("Cache pages free.", stats.pages_free),
         "helios_compiles_after_ready": ("Programs compiled since ready; must stay 0.", stats.compiles_after_ready),
     }
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(name, text, value=value)
+    yield from plain(GaugeMetricFamily, gauges)
     totals = stats.requests
     counters = {
         "helios_prompt_tokens": ("Prompt tokens of accepted requests.", totals.prompt_tokens),
@@ -167,8 +174,7 @@ def engine_families(stats: Any) -> Iterator[Metric]:
         "helios_host_seconds": ("Host time of the engine thread between frames.", totals.host_ns / NS_PER_S),
         "helios_device_seconds": ("Device time of the frames.", totals.device_ns / NS_PER_S),
     }
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(name, text, value=value)
+    yield from plain(CounterMetricFamily, counters)
     outcomes = CounterMetricFamily("helios_engine_requests", "Engine requests by outcome.", labels=("outcome",))
     for outcome, count in stats.requests_total.items():
         if outcome != "active":
@@ -186,8 +192,7 @@ def checkpoint_families(stats: CheckpointStats) -> Iterator[Metric]:
         "helios_checkpoint_restores": ("Complete states that were copied into slots.", stats.restores),
         "helios_checkpoint_evictions": ("Checkpoints that gave way or were lost.", stats.evictions),
     }
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(name, text, value=value)
+    yield from plain(CounterMetricFamily, counters)
     results = {"hit": stats.hits, "miss": stats.misses}
     labelled = {
         "requests": ("result", "Sequences admitted, by whether a checkpoint was restored.", results),
@@ -205,8 +210,7 @@ def checkpoint_families(stats: CheckpointStats) -> Iterator[Metric]:
         "helios_checkpoints": ("Checkpoints that could be restored.", stats.published),
         "helios_checkpoint_pages": ("Cache pages that only checkpoints keep.", stats.pages_held),
     }
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(name, text, value=value)
+    yield from plain(GaugeMetricFamily, gauges)
 
 
 def host_tier_families(stats: HostTierStats) -> Iterator[Metric]:
@@ -225,8 +229,7 @@ def host_tier_families(stats: HostTierStats) -> Iterator[Metric]:
         "helios_host_checkpoint_bytes": ("Host memory that checkpoints take.", stats.bytes_used),
         "helios_host_checkpoint_bytes_limit": ("Host memory that checkpoints may take.", stats.bytes_total),
     }
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(name, text, value=value)
+    yield from plain(GaugeMetricFamily, gauges)
 
 
 def scheduler_families(counters: Any) -> Iterator[Metric]:

@@ -148,19 +148,24 @@ def test_copies_that_fail_cost_no_request(which: str) -> None:
         assert rig.engine.stats().checkpoints.published <= published + 1
 
 
-def test_the_tier_survives_a_device_that_does_not() -> None:
-    trouble = [False]
+class Trouble:
+    """Loses the device at the next completion once it `comes`."""
 
-    def breaks(frame: Any, out: Any) -> None:
-        if trouble[0]:
-            trouble[0] = False
+    comes = False
+
+    def at(self, frame: Any, out: Any) -> None:
+        if self.comes:
+            self.comes = False
             raise RuntimeError("the device is gone")
 
-    with EngineRig(**OPTIONS, on_complete=breaks) as rig:
+
+def test_the_tier_survives_a_device_that_does_not() -> None:
+    trouble = Trouble()
+    with EngineRig(**OPTIONS, on_complete=trouble.at) as rig:
         for number in range(4):
             ask(rig, text(number, 40))
         kept = settled(rig).checkpoints
-        trouble[0] = True
+        trouble.comes = True
         (error,) = rig.finish(rig.submit(text(8, 30), max_tokens=4))
         assert isinstance(error, DeviceError)
         assert settled(rig).checkpoints == kept
@@ -190,17 +195,11 @@ def test_a_state_that_is_lost_in_copying_back_is_made_again() -> None:
 
 def test_what_a_device_loses_is_not_saved() -> None:
     """Rows that are dropped with a lost state have no content any more."""
-    trouble = [False]
-
-    def breaks(frame: Any, out: Any) -> None:
-        if trouble[0]:
-            trouble[0] = False
-            raise RuntimeError("the device is gone")
-
-    with EngineRig(**OPTIONS, on_complete=breaks) as rig:
+    trouble = Trouble()
+    with EngineRig(**OPTIONS, on_complete=trouble.at) as rig:
         ask(rig, text(0, 40))
         assert settled(rig).saved == 0
-        trouble[0] = True
+        trouble.comes = True
         rig.finish(rig.submit(text(8, 30), max_tokens=4))
         assert ask(rig, text(5, 20)) == 0  # the submission that would have saved it
         assert settled(rig) == HostTierStats(bytes_total=1 << 20)

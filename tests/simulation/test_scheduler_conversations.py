@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from helios_jax.scheduler import (
     Catalog,
     CheckpointPublished,
     CompletionRecord,
+    Event,
     ExecutionTiming,
     Fence,
     GeneratedToken,
@@ -119,6 +122,18 @@ class Turn:
     done: bool = False
 
 
+def heard(state: State, events: Iterable[Event], turns: Mapping[RequestHandle, Any]) -> State:
+    """Add tokens to the answers of the turns (`prompt`, `answer`), and name checkpoints by their tokens."""
+    for event in events:
+        turn = turns[event.handle]
+        if isinstance(event, GeneratedToken):
+            turn.answer.append(event.token)
+        elif isinstance(event, CheckpointPublished):
+            tokens = (*turn.prompt, *turn.answer)[: event.endpoint]
+            state = identify_checkpoint(state, event.checkpoint, tokens)
+    return state
+
+
 class Host:
     """Admits turns, matches prompts to checkpoints by their tokens, names what is published."""
 
@@ -158,13 +173,7 @@ class Host:
         fence, plan, records = self.frames.pop(0)
         self.state = advance_to(self.state, self.state.now_ns + MS)
         self.state, events = complete(self.state, fence, records, ExecutionTiming((MS,), MS))
-        for event in events:
-            turn = self.turns[event.handle]
-            if isinstance(event, GeneratedToken):
-                turn.answer.append(event.token)
-            elif isinstance(event, CheckpointPublished):
-                tokens = (*turn.prompt, *turn.answer)[: event.endpoint]
-                self.state = identify_checkpoint(self.state, event.checkpoint, tokens)
+        self.state = heard(self.state, events, self.turns)
         check_invariants(self.state)
         self._finish()
         return True

@@ -17,7 +17,6 @@ from helios_jax.scheduler import (
     CheckpointPublished,
     CompletionRecord,
     ExecutionTiming,
-    GeneratedToken,
     Lane,
     LaneRole,
     ProgramKind,
@@ -29,12 +28,11 @@ from helios_jax.scheduler import (
     check_invariants,
     commit,
     complete,
-    identify_checkpoint,
     new_state,
     plan_next,
 )
 from helios_jax.scheduler.programs import KINDS
-from tests.simulation.test_scheduler_conversations import STOP, VOCABULARY, Tokens, cold_answer, next_token
+from tests.simulation.test_scheduler_conversations import STOP, VOCABULARY, Tokens, cold_answer, heard, next_token
 from tests.unit.checkpoint_toy import asked, hybrid_catalog, hybrid_state, run
 from tests.unit.scheduler_toy import MS
 
@@ -125,13 +123,7 @@ class Host:
         ]
         self.state = advance_to(self.state, self.state.now_ns + MS)
         self.state, events = complete(self.state, fence, records, ExecutionTiming((MS,), MS))
-        for event in events:
-            turn = self.turns[event.handle]
-            if isinstance(event, GeneratedToken):
-                turn.answer.append(event.token)
-            elif isinstance(event, CheckpointPublished):
-                key = (*turn.prompt, *turn.answer)[: event.endpoint]
-                self.state = identify_checkpoint(self.state, event.checkpoint, key)
+        self.state = heard(self.state, events, self.turns)
         check_invariants(self.state)
 
     def drain(self, turns: list[Turn]) -> None:
