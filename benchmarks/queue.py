@@ -73,7 +73,8 @@ class Arm:
 
     def __init__(self, core: Any, *, two: bool) -> None:
         self.core, self.name = core, "two" if two else "one"
-        self.assembly = assemble(core, EngineConfig(async_scheduling=two))
+        # Nothing is kept: two arms take turns on one core's pages, and prompts are to be computed whole.
+        self.assembly = assemble(core, EngineConfig(async_scheduling=two, enable_prefix_caching=False))
         self.engine = self.assembly.engine
         self.samples: dict[int, Samples] = {}
         self._decision_ns = 0

@@ -138,7 +138,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.jsonl"
         trace.touch()
-        with LLM(args.model, max_slots=max(args.streams), dtype=args.dtype, config=EngineConfig(trace=trace)) as llm:
+        # Rounds repeat their prompts, as the peer does: nothing of them is to be reused.
+        config = EngineConfig(trace=trace, enable_prefix_caching=False)
+        with LLM(args.model, max_slots=max(args.streams), dtype=args.dtype, config=config) as llm:
             for streams in args.streams:  # every program measured once: discovery is not steady state
                 _generate(llm, streams, PROMPT_LEN, 4, trace)
             for _ in range(4):

@@ -68,12 +68,12 @@ class Turn:
 
 
 def modes(core: PreparedCore) -> dict[str, LLM]:
-    """An engine for each mode."""
+    """An engine for each mode. None keeps prefixes: the next one writes over the pages they would lie in."""
     depths = {s.proposal_depth for s in core.catalog.of_kind(ProgramKind.SPECULATIVE) if s.proposal_depth}
     wanted: dict[str, tuple[str, int | None]] = {"off": ("off", None), "adaptive": ("adaptive", None)}
     wanted |= {f"fixed {depth + 1}": ("fixed", depth) for depth in sorted(depths)}
     return {
-        name: LLM.from_core(Shared(core, depth), config=EngineConfig(spec_width=width))
+        name: LLM.from_core(Shared(core, depth), config=EngineConfig(spec_width=width, enable_prefix_caching=False))
         for name, (width, depth) in wanted.items()
     }
 

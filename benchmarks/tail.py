@@ -145,7 +145,7 @@ async def _run(llm: AsyncLLM, load: Load, seed: int) -> Seen:
 
 
 async def _measure(core: Path, load: Load, preset: str, mixed: bool, trace: Path, seed: int) -> Seen:
-    config = EngineConfig(policy=preset, trace=trace)
+    config = EngineConfig(policy=preset, trace=trace, enable_prefix_caching=False)  # the baselines keep nothing
     async with AsyncLLM(core=core, spec_method="none", mixed_prefill=mixed, config=config) as llm:
         await _run(llm, load, seed)  # durations become known
         return await _run(llm, load, seed + 1)

@@ -96,7 +96,7 @@ class AsyncLLM:
         clock: Callable[[], int] = time.monotonic_ns,
         config: EngineConfig | None = None,
     ) -> AsyncLLM:
-        """Serve an open core (or a fake one)."""
+        """Serve an open core (or a fake one), which is this engine's alone: what it keeps lies in the core's memory."""
         self = cls(config=config)
         self._clock = clock
         self._make = lambda: assemble(core, self._config, tokenizer, clock)

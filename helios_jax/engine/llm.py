@@ -100,7 +100,7 @@ class LLM:
 
     @classmethod
     def from_core(cls, core: Any, *, tokenizer: Any = None, config: EngineConfig | None = None) -> LLM:
-        """Use an open core (or a fake one)."""
+        """Use an open core (or a fake one), which is this engine's alone: what it keeps lies in the core's memory."""
         self = cls.__new__(cls)
         self._begin(assemble(core, config or EngineConfig(), tokenizer))
         return self
