@@ -10,19 +10,23 @@ greedy, as many at a time as there are streams:
 - edits: functions of this project, to be repeated with one name changed.
 
 The first turn is not counted: it is where costs and acceptance are learnt. A turn's figure is output
-tokens over the whole time of its requests, their prompts included, once by wall time and once by
-the process's CPU time. Reported are medians over turns of the ratio to `off` in the same turn, and of
-adaptive to the best of the others.
+tokens over the whole time of its requests, their prompts included, by three clocks: wall time; the process's
+CPU time; and the sum over the frames that ran of the median duration of their program in all modes and turns
+of the workload. The speed of a shared machine doubles and halves within seconds, and the third clock does not
+see it: what it compares is which programs a mode chose, and how much they emitted. Reported are medians over
+turns of the ratio to `off` in the same turn, and of adaptive to the best of the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import dataclasses
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +43,7 @@ PROMPTS = Path(__file__).parents[2] / "shared" / "data" / "prompts" / "spec_benc
 SOURCES = Path(__file__).parents[1] / "helios_jax" / "scheduler"
 LONGEST = 480  # tokens of a summary's prompt
 CONTEXT = 1024
+CLOCKS = ("wall", "cpu", "median")
 
 
 class Shared:
@@ -58,23 +63,45 @@ class Shared:
 
 @dataclasses.dataclass
 class Turn:
-    """One mode's part of a turn: tokens a second of wall time and of CPU time, and tokens a lane of its rounds."""
+    """One mode's part of a turn: tokens a second of wall time and of CPU time, and tokens a lane of its rounds.
+
+    `frames` are (program, device time in ns); `median` is tokens a second of their programs' median durations.
+    """
 
     wall: float
     cpu: float
     outputs: list[list[int]]
     emitted: int
     lanes: int
+    frames: list[tuple[str, int]]
+    median: float = 0.0
+
+    def tokens(self) -> int:
+        return sum(map(len, self.outputs))
 
 
-def modes(core: PreparedCore) -> dict[str, LLM]:
+class Mode:
+    """An engine and its frame trace."""
+
+    def __init__(self, core: PreparedCore, width: str, depth: int | None, trace: Path) -> None:
+        config = EngineConfig(spec_width=width, enable_prefix_caching=False, trace=trace)
+        self.llm, self._trace, self._read = LLM.from_core(Shared(core, depth), config=config), trace, 0
+
+    def frames(self) -> list[tuple[str, int]]:
+        """Those since the last call."""
+        lines = self._trace.read_text().splitlines()
+        new, self._read = lines[self._read :], len(lines)
+        return [(frame["shape"], max(frame["device_ns"])) for frame in map(json.loads, new)]
+
+
+def modes(core: PreparedCore, folder: Path) -> dict[str, Mode]:
     """An engine for each mode. None keeps prefixes: the next one writes over the pages they would lie in."""
     depths = {s.proposal_depth for s in core.catalog.of_kind(ProgramKind.SPECULATIVE) if s.proposal_depth}
     wanted: dict[str, tuple[str, int | None]] = {"off": ("off", None), "adaptive": ("adaptive", None)}
     wanted |= {f"fixed {depth + 1}": ("fixed", depth) for depth in sorted(depths)}
     return {
-        name: LLM.from_core(Shared(core, depth), config=EngineConfig(spec_width=width, enable_prefix_caching=False))
-        for name, (width, depth) in wanted.items()
+        name: Mode(core, width, depth, folder / f"{number}.jsonl")
+        for number, (name, (width, depth)) in enumerate(wanted.items())
     }
 
 
@@ -99,15 +126,15 @@ def edits(llm: LLM) -> Iterator[list[int]]:
                 yield llm.chat_prompt([{"role": "user", "content": ask}])["prompt_token_ids"]
 
 
-def play(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> Turn:
+def play(mode: Mode, prompts: Sequence[list[int]], tokens: int) -> Turn:
     """All `prompts` at once."""
-    before = _rounds(llm)
+    llm, before = mode.llm, _rounds(mode.llm)
     cpu, wall = time.process_time(), time.perf_counter()
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     said = [output.outputs[0].token_ids for output in outputs]
     count, after = sum(map(len, said)), _rounds(llm)
-    return Turn(count / wall, count / cpu, said, after[0] - before[0], after[1] - before[1])
+    return Turn(count / wall, count / cpu, said, after[0] - before[0], after[1] - before[1], mode.frames())
 
 
 def _rounds(llm: LLM) -> tuple[int, int]:
@@ -115,9 +142,9 @@ def _rounds(llm: LLM) -> tuple[int, int]:
     return sum(c.emitted for c in counts), sum(c.lanes for c in counts)
 
 
-def measure(llms: dict[str, LLM], prompts: Sequence[list[int]], args: argparse.Namespace) -> list[dict[str, Turn]]:
+def measure(llms: dict[str, Mode], prompts: Sequence[list[int]], args: argparse.Namespace) -> list[dict[str, Turn]]:
     """The counted turns; the order of the modes is turned around every time."""
-    turns, order = [], list(llms)
+    turns, order = list[dict[str, Turn]](), list(llms)
     for number in range(1 + args.rounds):
         turn = {name: play(llms[name], prompts, args.tokens) for name in order}
         order.reverse()
@@ -125,6 +152,13 @@ def measure(llms: dict[str, LLM], prompts: Sequence[list[int]], args: argparse.N
         print(f"  turn {number}, tokens a second of wall/CPU time: {speeds}", file=sys.stderr, flush=True)
         if number:
             turns.append(turn)
+    durations = collections.defaultdict(list)
+    for one in (one for turn in turns for one in turn.values()):
+        for shape, duration_ns in one.frames:
+            durations[shape].append(duration_ns)
+    medians = {shape: statistics.median(values) for shape, values in durations.items()}
+    for one in (one for turn in turns for one in turn.values()):
+        one.median = one.tokens() / sum(medians[shape] for shape, _ in one.frames) * 1e9
     return turns
 
 
@@ -134,23 +168,22 @@ def report(kind: str, streams: int, turns: Sequence[dict[str, Turn]]) -> Iterato
     for name in sorted(turns[0], key=lambda n: (n == "adaptive", n != "off", n)):
         rows = [turn[name] for turn in turns]
         ratios = []
-        for clock in ("wall", "cpu"):
-            ratios.append(_median(getattr(turn[name], clock) / getattr(turn["off"], clock) for turn in turns))
-        speed = _median(one.wall for one in rows)
+        for clock in CLOCKS:
+            ratios.append(f"{_ratio(turns, name, 'off', clock):.2f}")
+        speed = statistics.median(one.wall for one in rows)
         emitted, lanes = sum(one.emitted for one in rows), sum(one.lanes for one in rows)
-        best = ""
+        best = []
         if name == "adaptive":
             # The best mode of all turns together: the best of each turn would be picked by its noise.
-            rival = max(others, key=lambda n: _median(turn[n].wall / turn["off"].wall for turn in turns))
-            worth = _median(turn[name].wall / turn[rival].wall for turn in turns)
-            cpu = _median(turn[name].cpu / turn[rival].cpu for turn in turns)
-            best = f"{worth:.2f} / {cpu:.2f} of {rival}"
+            for clock in CLOCKS:
+                rival = max(others, key=lambda n: _ratio(turns, n, "off", clock))
+                best.append(f"{_ratio(turns, name, rival, clock):.2f} of {rival}")
         a_lane = f"{emitted / lanes:.2f}" if lanes else "-"
-        yield f"| {kind}, {streams} | {name} | {speed:.1f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {a_lane} | {best} |"
+        yield f"| {kind}, {streams} | {name} | {speed:.1f} | {' | '.join(ratios)} | {a_lane} | {', '.join(best)} |"
 
 
-def _median(values: Any) -> float:
-    return statistics.median(values)
+def _ratio(turns: Sequence[dict[str, Turn]], name: str, other: str, clock: str) -> float:
+    return statistics.median(getattr(turn[name], clock) / getattr(turn[other], clock) for turn in turns)
 
 
 def differing(turns: Sequence[dict[str, Turn]]) -> int:
@@ -172,11 +205,15 @@ def main() -> None:
     options = CoreOptions(
         max_slots=max(args.streams), max_context=CONTEXT, dtype="float32", prefill_chunk=256, spec_method="copy"
     )
-    head = "| prompts, streams | mode | tokens/s | x off | by CPU time | tokens a lane | adaptive / best other |"
-    print(f"{head}\n|---|---|---|---|---|---|---|")
-    with prepare(args.model, options, args.core, lambda *a: print(*a, file=sys.stderr)) as core:
-        llms = modes(core)
-        found = {"summaries": list(summaries(args.questions, llms["off"])), "edits": list(edits(llms["off"]))}
+    head = "| prompts, streams | mode | tokens/s | x off: wall | CPU | median | tokens a lane | adaptive / best other |"
+    print(f"{head}\n|---|---|---|---|---|---|---|---|")
+    with (
+        prepare(args.model, options, args.core, lambda *a: print(*a, file=sys.stderr)) as core,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        llms = modes(core, Path(folder))
+        plain = llms["off"].llm
+        found = {"summaries": list(summaries(args.questions, plain)), "edits": list(edits(plain))}
         unequal = 0
         for kind in args.kinds:
             for streams in args.streams:
@@ -187,8 +224,8 @@ def main() -> None:
         print(
             f"\noutputs that differ from those of off: {unequal}; compiles after ready: {core.compiles_after_ready()}"
         )
-        for llm in llms.values():
-            llm.close()
+        for mode in llms.values():
+            mode.llm.close()
 
 
 if __name__ == "__main__":

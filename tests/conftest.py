@@ -111,3 +111,15 @@ def tiny_draft_core_dir(cache_dir: Path) -> Path:
     )
     prepare(tiny_checkpoint("llama3"), options, out).close()
     return out
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid_core_dir(cache_dir: Path) -> Path:
+    """A tiny Qwen3-Next with few rows for checkpoints: 2 slots, context 256, chunk 64, 3 state rows."""
+    from helios_jax.aot import CoreOptions, prepare
+    from tests.golden.tiny import tiny_checkpoint
+
+    out = cache_dir / "tiny-qwen3_next-rows"
+    options = CoreOptions(max_slots=2, max_context=256, prefill_chunk=64, state_rows=3)
+    prepare(tiny_checkpoint("qwen3_next"), options, out).close()
+    return out

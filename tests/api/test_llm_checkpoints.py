@@ -17,25 +17,34 @@ from helios_jax import LLM, EngineConfig, SamplingParams
 from helios_jax.aot.core import CoreOptions, prepare
 from tests.golden.tiny import tiny_checkpoint
 
-CONTEXT, PAGE, VOCAB = 256, 16, 128
-CORES: dict[str, tuple[str, dict[str, Any]]] = {
-    "hybrid": ("qwen3_next", {"max_slots": 2}),
-}
+PAGE, VOCAB = 16, 128
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 READY = EngineConfig(checkpoint_extra_work_fraction=5.0)
+LONGEST = 12_000  # tokens of case K5's longest first turn
+
+
+@pytest.fixture(scope="module")
+def heads_core_dir(cache_dir: Path) -> Path:
+    """A tiny Qwen3.5 whose prediction heads propose a token a round: one slot, context 256, chunk 64, 3 state rows."""
+    out = cache_dir / "tiny-qwen3_5_hybrid-heads-rows"
+    options = CoreOptions(
+        max_slots=1, max_context=256, prefill_chunk=64, state_rows=3, spec_method="mtp", num_draft_tokens=1
+    )
+    prepare(tiny_checkpoint("qwen3_5_hybrid"), options, out).close()
+    return out
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("hybrid", marks=pytest.mark.slow)],
+    params=[
+        pytest.param("tiny_hybrid_core_dir", marks=pytest.mark.slow),
+        pytest.param("heads_core_dir", marks=pytest.mark.long),
+    ],
+    ids=["hybrid", "heads"],
 )
-def core_dir(request: pytest.FixtureRequest, cache_dir: Path) -> Path:
-    """A tiny core: one or two slots, context 256, chunk 64, 3 state rows."""
-    family, extra = CORES[request.param]
-    out = cache_dir / f"tiny-{family}-rows"
-    options = CoreOptions(max_context=CONTEXT, prefill_chunk=64, state_rows=3, **extra)
-    prepare(tiny_checkpoint(family), options, out).close()
-    return out
+def core_dir(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +155,22 @@ def test_an_attention_model_reuses_pages_of_every_prompt(tiny_core_dir: Path) ->
         stats = warm.stats()
         assert (stats.compiles_after_ready, stats.pages_used) == (0, 0)
         cold.close()
+
+
+@pytest.mark.long
+def test_turn_two_behind_twelve_thousand_tokens(cache_dir: Path) -> None:
+    """Case K5, its longest: the second turn computes its own tokens and the pending one."""
+    options = CoreOptions(max_slots=1, max_context=12_288, prefill_chunk=1024, state_rows=2)
+    out = cache_dir / "tiny-qwen3_next-12k"
+    prepare(tiny_checkpoint("qwen3_next"), options, out).close()
+    first, second = prompt(60, LONGEST), prompt(61, 20)
+    answers = []
+    for enabled in (True, False):
+        with LLM(core=out, config=READY, enable_prefix_caching=enabled, progress=False) as llm:
+            (before,) = llm.generate(asked(first, (LONGEST,)), GREEDY)
+            history = [*first, *before.outputs[0].token_ids]
+            (after,) = llm.generate(asked([*history, *second], (LONGEST, len(history))), GREEDY)
+            answers.append([before.outputs[0].token_ids, after.outputs[0].token_ids])
+            assert after.num_cached_tokens == (len(history) - 1 if enabled else None)
+            assert llm.stats().compiles_after_ready == 0
+    assert answers[0] == answers[1]

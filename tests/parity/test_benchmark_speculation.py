@@ -11,14 +11,14 @@ from helios_jax.aot.core import load_core
 PROMPTS = [[5, 9, 17, 33, 5, 9, 17, 33, 5, 9], [40, 41, 42, 40, 41, 42, 40]]
 
 
-def test_every_mode_says_the_same_by_its_own_rounds(tiny_copy_core_dir: Path) -> None:
+def test_every_mode_says_the_same_by_its_own_rounds(tiny_copy_core_dir: Path, tmp_path: Path) -> None:
     with load_core(tiny_copy_core_dir) as core:
-        llms = modes(core)
+        llms = modes(core, tmp_path)
         turns = measure(llms, PROMPTS, argparse.Namespace(rounds=2, tokens=24))
         rows = list(report("prompts", 2, turns))
-        played = {name: {width for _, width in llm.stats().rounds} for name, llm in llms.items()}
-        for llm in llms.values():
-            llm.close()
+        played = {name: {width for _, width in mode.llm.stats().rounds} for name, mode in llms.items()}
+        for mode in llms.values():
+            mode.llm.close()
         assert core.compiles_after_ready() == 0
     assert len(turns) == 2
     assert differing(turns) == 0

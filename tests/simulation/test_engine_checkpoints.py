@@ -80,9 +80,17 @@ def test_a_chat_of_ten_turns_computes_only_what_is_new(rig: EngineRig) -> None:
     assert (stats.hits, stats.misses, stats.restores) == (9, 1, 9)
 
 
-@pytest.mark.parametrize("length", [10, 60, 200])
+@pytest.mark.parametrize("length", [10, 60, 200, 12_000])
 def test_turn_two_prefills_its_own_tokens_only(rig: EngineRig, length: int) -> None:
     """Case K5."""
+    if length > OPTIONS["max_context"]:
+        with made(recurrent=rig.core.runner.recurrent, max_context=12_288, prefill_chunk=2048) as wide:
+            second_turn(wide, length)
+    else:
+        second_turn(rig, length)
+
+
+def second_turn(rig: EngineRig, length: int) -> None:
     first = text(3, length)
     ask(rig, first, 5, (length,))
     known = rig.engine.scheduler.snapshot_counters()["used_tokens_by_kind"]["prefill"]  # type: ignore[index]
