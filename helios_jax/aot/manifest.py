@@ -18,7 +18,7 @@ from helios_jax.aot.store import write_atomic
 from helios_jax.errors import CoreError, HeliosError
 from helios_jax.scheduler.catalog import Allocation, ProgramKind, ProgramShape, ProposalSource
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 PROGRAMS_DIR = "programs"
 WEIGHTS_DIR = "weights"
@@ -28,11 +28,7 @@ TEXT_DIR = "text"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramEntry:
-    """One stored executable. Bytes and seconds as in `report.ProgramReport`.
-
-    `checked`: it was once loaded from its file and then executed; what was executed when it
-    had just been compiled may still have lost something on its way through the file.
-    """
+    """One stored executable. Bytes and seconds as in `report.ProgramReport`."""
 
     shape: ProgramShape
     file: str
@@ -43,7 +39,6 @@ class ProgramEntry:
     argument_bytes: int
     alias_bytes: int
     donated_bytes: int
-    checked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@
    recompilation.
 3. Weights first, a draft model's too (a broken model ends here, before minutes of compiling), then text files.
 4. Programs are loaded or compiled (`programs_store`); the manifest grows with each.
-5. The programs run once with inactive lanes; then the core is complete and ready.
+5. Every program runs once at work, and the device state is made anew; then the core is complete and ready.
 
 A directory that cannot be written, or no more (a full disk), is used as it is: loaded, or
 compiled without storing.
@@ -53,12 +53,12 @@ from helios_jax.aot.runner import DeviceRunner
 from helios_jax.aot.source import Source, model_from_config
 from helios_jax.aot.store import exclusive, is_writable, remove_leftovers
 from helios_jax.aot.text_files import copy_text_files
-from helios_jax.aot.verify import QUICK_TOKENS, FailedProgram, smoke
+from helios_jax.aot.verify import FailedProgram, smoke
 from helios_jax.aot.weights import check_files, convert, restore, save
 from helios_jax.errors import CoreError
 from helios_jax.models.interface import Draft, Model, heads_of
 from helios_jax.models.source import open_source
-from helios_jax.scheduler.catalog import Catalog, ProgramShape
+from helios_jax.scheduler.catalog import Catalog
 
 
 @dataclasses.dataclass
@@ -271,14 +271,14 @@ def _open(job: _Job) -> PreparedCore:
     runner = DeviceRunner(calls, params, compiler.compile_new_state(), job.manifest.dims)
     job.writable = store.writable
     try:
-        smoke(runner, _to_check(job, programs), job.manifest.dims, job.progress)
+        smoke(runner, sorted(programs.executables), job.manifest.dims, job.progress)
     except BaseException as error:
         runner.close()
         if isinstance(error, FailedProgram):
             _discard(job, programs, error)
         raise
     job.on_disk = programs.manifest
-    job.manifest = dataclasses.replace(_checked(programs), complete=True)
+    job.manifest = dataclasses.replace(programs.manifest, complete=True)
     _checkpoint(job)
     _remove_stale(job)
     return _core(job, programs, params, runner, text)
@@ -365,26 +365,6 @@ def _text(job: _Job) -> pathlib.Path:
         return pathlib.Path(files.path)
     job.manifest = dataclasses.replace(job.manifest, text=copied)
     return job.root / TEXT_DIR
-
-
-def _to_check(job: _Job, programs: ProgramSet) -> list[ProgramShape]:
-    """The programs to execute once: all but the slow ones that were executed before as loaded."""
-    shapes = sorted(programs.executables)
-    if job.manifest.fingerprint["backend"] != "cpu":
-        return shapes
-    known = {entry.shape for entry in programs.manifest.programs if entry.checked}
-    return [s for s in shapes if s not in known or max(s.token_capacity, s.packed_capacity) <= QUICK_TOKENS]
-
-
-def _checked(programs: ProgramSet) -> Manifest:
-    """The manifest after the programs were executed: what had been loaded is known to work so."""
-    entries = tuple(
-        dataclasses.replace(entry, checked=report.status is ProgramStatus.LOADED)
-        if (report := programs.reports.get(entry.shape)) is not None
-        else entry  # this load leaves it out
-        for entry in programs.manifest.programs
-    )
-    return dataclasses.replace(programs.manifest, programs=entries)
 
 
 def _discard(job: _Job, programs: ProgramSet, failed: FailedProgram) -> None:

@@ -22,7 +22,7 @@ WEIGHTS = "weights"  # bytes read or converted
 LOAD = "load"  # programs read from the core
 COMPILE = "compile"  # programs compiled
 SAVE = "save"  # bytes of weights written
-VERIFY = "verify"  # programs executed once with inactive lanes
+VERIFY = "verify"  # programs executed once
 NOTE = "note"  # a message; done and total are 0
 
 BYTE_STAGES = (WEIGHTS, SAVE)

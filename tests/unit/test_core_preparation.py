@@ -52,21 +52,16 @@ def test_a_second_prepare_builds_nothing_and_reads_no_checkpoint(tmp_path: Path)
     assert all(line.reason == "not in the core yet" for line in first.report)
     first.close()
     before = snapshot(tmp_path / "core")
-    del before[MANIFEST_NAME]  # says now which programs were executed as loaded
     second = prepare(source, small_options(), tmp_path / "core", factory=counting.factory)
     assert len(counting.built) == NUM_PROGRAMS
     assert statuses(second) == {ProgramStatus.LOADED}
     assert source.loads == 1
     assert second.notes == ()
     second.close()
-    after = snapshot(tmp_path / "core")
-    assert before.items() <= after.items()
-    assert len(after) == len(before) + 1
-    prepare(source, small_options(), tmp_path / "core", factory=counting.factory).close()
-    assert snapshot(tmp_path / "core") == after
+    assert snapshot(tmp_path / "core") == before
 
 
-def test_each_stored_program_is_executed_once_as_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+def test_every_load_executes_every_program_and_leaves_a_fresh_state(tmp_path: Path, monkeypatch: Any) -> None:
     ran: list[str] = []
     submit = DeviceRunner.submit
 
@@ -76,17 +71,12 @@ def test_each_stored_program_is_executed_once_as_loaded(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(DeviceRunner, "submit", spy)
     root = make(tmp_path, max_context=256, prefill_chunk=128)
-    everything, wide = set(ran), {name for name in ran if "t128" in name}
-    assert wide
-    for expected in (everything, everything - wide, everything - wide):
-        ran.clear()
-        load_core(root, model=ToyModel(), factory=FACTORY).close()
-        assert set(ran) == expected
-    (root / "programs" / f"{min(wide)}.bin").unlink()  # compiled again: a new file, not yet known to load
-    for expected in (everything - wide | {min(wide)}, everything - wide | {min(wide)}, everything - wide):
-        ran.clear()
-        load_core(root, model=ToyModel(), factory=FACTORY).close()
-        assert set(ran) == expected
+    everything = sorted(ran)
+    assert len(everything) > 4
+    ran.clear()
+    with load_core(root, model=ToyModel(), factory=FACTORY) as core:
+        assert sorted(ran) == everything
+        assert not core.runner._state.runs.any()  # the lanes worked, and what they did is gone
 
 
 def full_disk(*arguments: Any) -> Any:
