@@ -142,5 +142,5 @@ def test_six_hundred_requests_on_a_hybrid(tiny_hybrid_core_dir: Path) -> None:
     assert len(answers) == stats.requests.arrived == NUM_REQUESTS
     assert sum(client.left for client in clients) > 0.1 * NUM_REQUESTS
     assert asyncio.run(alone(tiny_hybrid_core_dir, answers)) == [answer.tokens for answer in answers]
-    assert sum(answer.cached > 0 for answer in answers) > NUM_REQUESTS / 5
+    assert sum(answer.cached > 0 for answer in answers) > NUM_REQUESTS / 10
     assert stats.checkpoints.evictions > 10
