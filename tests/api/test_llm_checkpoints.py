@@ -6,6 +6,7 @@ A hybrid and a plain attention model; float32, greedy. Cases K1 to K6 of the fau
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from helios_jax import LLM, EngineConfig, SamplingParams
 from helios_jax.aot.core import CoreOptions, prepare
-from tests.golden.tiny import tiny_checkpoint
+from tests.golden.tiny import tiny_checkpoint, write_checkpoint
 
 PAGE, VOCAB = 16, 128
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -38,7 +39,7 @@ def heads_core_dir(cache_dir: Path) -> Path:
     scope="module",
     params=[
         pytest.param("tiny_hybrid_core_dir", marks=pytest.mark.slow),
-        pytest.param("heads_core_dir", marks=pytest.mark.long),
+        pytest.param("heads_core_dir", marks=pytest.mark.slow),
     ],
     ids=["hybrid", "heads"],
 )
@@ -158,11 +159,13 @@ def test_an_attention_model_reuses_pages_of_every_prompt(tiny_core_dir: Path) ->
 
 
 @pytest.mark.long
-def test_turn_two_behind_twelve_thousand_tokens(cache_dir: Path) -> None:
+def test_turn_two_behind_twelve_thousand_tokens(tmp_path: Path) -> None:
     """Case K5, its longest: the second turn computes its own tokens and the pending one."""
     options = CoreOptions(max_slots=1, max_context=12_288, prefill_chunk=1024, state_rows=2)
-    out = cache_dir / "tiny-qwen3_next-12k"
-    prepare(tiny_checkpoint("qwen3_next"), options, out).close()
+    model, out = write_checkpoint("qwen3_next", tmp_path / "model"), tmp_path / "core"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 12_288}))
+    prepare(model, options, out).close()
     first, second = prompt(60, LONGEST), prompt(61, 20)
     answers = []
     for enabled in (True, False):
