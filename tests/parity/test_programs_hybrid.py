@@ -19,7 +19,7 @@ from helios_jax.scheduler.catalog import ProgramKind, ProgramShape
 from tests.golden.tiny import GREEDY_LEN, VOCAB, golden, tiny_checkpoint
 from tests.parity.goldens_kit import TOLERANCE, check_splits_and_batches
 from tests.unit.mixed_toy import WIDE, Joint
-from tests.unit.programs_toy import Chunk, Host
+from tests.unit.programs_toy import Chunk, Host, settings_of
 from tests.unit.speculative_toy import LEARNED, NARROW, RAGGED, RECTANGLE, Offer, Rounds
 
 FAST = "qwen3_5_hybrid"  # the smallest with recurrent and attending layers and heads
@@ -141,7 +141,7 @@ def test_rounds_of_every_width_equal_transformers(family: str) -> None:
     assert (depths > 0).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_mixed_programs_equal_transformers() -> None:
     """Prompts in chunks of any length, some at the start and some behind others, beside rounds of copies.
 
@@ -189,7 +189,7 @@ def test_mixed_programs_equal_transformers() -> None:
         check_state(host, FAST, slot, prompt + out_tokens, 96)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_thousand_tokens_after_partial_acceptance_and_empty_rounds() -> None:
     """Rounds that accept two or more, each followed by one without proposals: plain decode's tokens to the end."""
     prompt = golden(FAST)["prompt"].tolist()
@@ -212,7 +212,7 @@ def test_a_thousand_tokens_after_partial_acceptance_and_empty_rounds() -> None:
     check_state(host, FAST, 0, prompt + output, 1056)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_restored_states_go_on_as_if_they_had_been_computed() -> None:
     """Inside a page and behind decoded tokens; the request that was copied goes elsewhere before the copy is used."""
     stored = golden(FAST)
@@ -222,8 +222,8 @@ def test_restored_states_go_on_as_if_they_had_been_computed() -> None:
     host.state = dataclasses.replace(host.state, saved=new_state(host.model, host.dims, "float32").saved)
     snapshot, restore = (ProgramShape(kind, 1, 0) for kind in (ProgramKind.SNAPSHOT, ProgramKind.RESTORE))
 
-    def copy(shape: ProgramShape, slot: int, row: int, endpoint: int) -> None:
-        out = host.run(shape, slot=slot, row=row, page=host.tables[slot][(endpoint - 1) // 16])
+    def copy(shape: ProgramShape, slot: int, row: int, endpoint: int, **settings: Any) -> None:
+        out = host.run(shape, slot=slot, row=row, page=host.tables[slot][(endpoint - 1) // 16], **settings)
         assert out["committed_len"].tolist() == [endpoint]
 
     host.initialize(0, len(prompt))
@@ -237,12 +237,10 @@ def test_restored_states_go_on_as_if_they_had_been_computed() -> None:
     host.decode([1])
 
     host.tables[2][0] = host.tables[0][0]  # whole pages are shared
-    host.initialize(2, len(prompt))
-    copy(restore, 2, 1, 21)
+    copy(restore, 2, 1, 21, **settings_of(len(prompt)))
     outputs = {2: [int(host.prefill([Chunk(2, prompt[21:], 21)])["token"][0])]}
     host.tables[0][0] = host.tables[1][0]
-    host.initialize(0, 30)
-    copy(restore, 0, 2, 29)
+    copy(restore, 0, 2, 29, **settings_of(30))
     outputs[0] = [*greedy[:6], int(host.prefill([Chunk(0, greedy[5:6], 29)])["token"][0])]
     for slot, output in outputs.items():
         while len(output) < 40:

@@ -146,6 +146,15 @@ class Chunk:
     targets: Sequence[int] | None = None
 
 
+def settings_of(prompt_len: int, *, bias: dict[int, float] | None = None, **settings: Any) -> dict[str, Any]:
+    """Control fields of a request that takes over a slot: initialize has them, and restore."""
+    ids, values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+    for i, (token, value) in enumerate((bias or {}).items()):
+        ids[i], values[i] = token, value
+    seed = np.asarray(settings.pop("seed", (0, 0)), np.uint32).view(np.int32)
+    return NEUTRAL | settings | {"prompt_len": prompt_len, "bias_ids": ids, "bias_values": values, "seed": seed}
+
+
 class Host:
     """Drives the programs of one model with pages handed out at random; knows no scheduler."""
 
@@ -192,14 +201,8 @@ class Host:
         self.state, (out_ints, out_floats) = self.program(shape)(self.params, self.state, ints, floats, *bits)
         return completion_layout(shape, self.dims).split(np.asarray(out_ints), np.asarray(out_floats))
 
-    def initialize(self, slot: int, prompt_len: int, *, bias: dict[int, float] | None = None, **settings: Any) -> None:
-        ids, values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
-        for i, (token, value) in enumerate((bias or {}).items()):
-            ids[i], values[i] = token, value
-        seed = np.asarray(settings.pop("seed", (0, 0)), np.uint32).view(np.int32)
-        shape = ProgramShape(ProgramKind.INITIALIZE, 1, 0)
-        fields = NEUTRAL | settings | {"bias_ids": ids, "bias_values": values, "seed": seed}
-        self.run(shape, slot=slot, prompt_len=prompt_len, **fields)
+    def initialize(self, slot: int, prompt_len: int, **settings: Any) -> None:
+        self.run(ProgramShape(ProgramKind.INITIALIZE, 1, 0), slot=slot, **settings_of(prompt_len, **settings))
 
     def prefill(
         self, chunks: Sequence[Chunk], *, rows: int | None = None, tokens: int = 64, logprobs: bool = False
