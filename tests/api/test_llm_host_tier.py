@@ -37,10 +37,14 @@ def answers(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_turns_that_come_back_from_the_host_are_answered_as_computed_ones(tiny_core_dir: Path) -> None:
-    cold_first, cold, _ = turns(tiny_core_dir, EngineConfig(enable_prefix_caching=False))
-    without_first, without, small = turns(tiny_core_dir, EngineConfig())
-    first, second, stats = turns(tiny_core_dir, EngineConfig(host_checkpoint_bytes=1 << 26))
+@pytest.mark.parametrize("fixture", ["tiny_core_dir", "tiny_hybrid_core_dir"])
+def test_turns_that_come_back_from_the_host_are_answered_as_computed_ones(
+    fixture: str, request: pytest.FixtureRequest
+) -> None:
+    core: Path = request.getfixturevalue(fixture)
+    cold_first, cold, _ = turns(core, EngineConfig(enable_prefix_caching=False))
+    without_first, without, small = turns(core, EngineConfig())
+    first, second, stats = turns(core, EngineConfig(host_checkpoint_bytes=1 << 26))
     assert answers(first) == answers(without_first) == answers(cold_first)
     assert answers(second) == answers(without) == answers(cold)
     host = stats.host_tier
