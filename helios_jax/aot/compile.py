@@ -208,7 +208,7 @@ def serialize(executable: Executable) -> bytes:
     """
     try:
         return serialize_executable.serialize(executable.call)[0]
-    except Exception as error:  # ValueError, NotImplementedError or XLA's own, by backend
+    except Exception as error:  # its type differs by backend
         raise CoreError(f"program {executable.shape.name} cannot be stored: {_first_line(error)}") from error
 
 

@@ -29,11 +29,11 @@ def busy_control(shape: ProgramShape, dims: Dims) -> tuple[np.ndarray, np.ndarra
     ints, floats, fields = control_layout(shape, dims).new()
     lanes = np.arange(shape.batch_capacity)
     fields["slot"][:] = np.minimum(lanes, dims.slots)
-    page = np.minimum(lanes + 1, dims.num_pages - 1)
+    page, prompt = np.minimum(lanes + 1, dims.num_pages - 1), min(shape.batch_capacity, dims.slots) - 1
     constant: dict[str, Any] = {"want_logprobs": 1, "sample": 1, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
     constant |= {"temperature": lanes % 2, "repetition_penalty": 1.1, "presence_penalty": 0.1, "bias_ids": -1}
     constant |= {"page_table": page[:, None], "page": page, "row": np.where(lanes < dims.state_rows, lanes + 1, 0)}
-    constant |= {"confidence": 0.5, "calibration": (1.0, 0.0), "prefill_row": shape.batch_capacity - 1}
+    constant |= {"confidence": 0.5, "calibration": (1.0, 0.0), "prefill_row": prompt}
     for name, value in constant.items():
         if name in fields:
             fields[name][:] = value
@@ -45,7 +45,8 @@ def busy_control(shape: ProgramShape, dims: Dims) -> tuple[np.ndarray, np.ndarra
         case ProgramKind.PREFILL | ProgramKind.SCORED_PREFILL:
             fields["query_len"][:] = max(1, shape.token_capacity // shape.batch_capacity)
         case ProgramKind.MIXED:
-            rows[-1] = max(1, min(shape.prefill_capacity, shape.packed_capacity - int(rows[:-1].sum())))
+            rows[prompt] = 0
+            rows[prompt] = max(1, min(shape.prefill_capacity, shape.packed_capacity - int(rows.sum())))
             fields["query_len"][:] = rows
     return ints, floats
 

@@ -51,7 +51,6 @@ class Client:
 
     def __init__(self, number: int) -> None:
         self._rng = random.Random(SEED + number)
-        self.left = 0
         self.answers: list[Answer] = []
         self._begin()
 
@@ -79,11 +78,10 @@ class Client:
             async for output in stream:
                 heard += output.outputs[0].token_ids
                 cached = output.num_cached_tokens or 0
-                if leaves and len(heard) >= 0.9 * count:
+                if leaves and len(heard) >= int(0.9 * count):
                     break
         finally:
             await stream.aclose()
-        self.left += leaves
         self.answers.append(Answer(prompt, heard, cached))
         self._talk.add(heard)
 
@@ -140,7 +138,7 @@ def test_six_hundred_requests_on_a_hybrid(tiny_hybrid_core_dir: Path) -> None:
     clients, stats = asyncio.run(played(tiny_hybrid_core_dir))
     answers = [answer for client in clients for answer in client.answers]
     assert len(answers) == stats.requests.arrived == NUM_REQUESTS
-    assert sum(client.left for client in clients) > 0.1 * NUM_REQUESTS
+    assert stats.requests.cancelled > 20  # of about 120 who leave; some had heard all when their going was noticed
     assert asyncio.run(alone(tiny_hybrid_core_dir, answers)) == [answer.tokens for answer in answers]
     assert sum(answer.cached > 0 for answer in answers) > NUM_REQUESTS / 10
     assert stats.checkpoints.evictions > 10

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from helios_jax.aot.abi import mask_shape
+from helios_jax.aot.abi import completion_layout, mask_shape
 from helios_jax.aot.programs import build_program
+from helios_jax.aot.verify import busy_control
 from helios_jax.scheduler.catalog import ProgramShape, ProposalSource
 from tests.unit.mixed_toy import PLAIN, WIDE, Joint, Row, mixed_shape
-from tests.unit.programs_toy import TABLES, VOCAB, Chunk, Toy, prompt_of, reference_logits
+from tests.unit.programs_toy import TABLES, VOCAB, Chunk, Toy, no_bits, prompt_of, reference_logits
 from tests.unit.speculative_toy import Offer
 from tests.unit.test_speculative_rounds import SETTINGS, begin, drafts_of
 
@@ -297,3 +298,15 @@ def test_impossible_shapes_are_refused(shape: ProgramShape, message: str) -> Non
     arguments: tuple[Any, ...] = (Toy(), Joint().dims, "float32")
     with pytest.raises(ValueError, match=message):
         build_program(shape, *arguments)
+
+
+@pytest.mark.parametrize("shape", [PLAIN, WIDE])
+def test_what_a_core_is_checked_with_makes_every_row_work(shape: ProgramShape) -> None:
+    host = Joint()
+    control = (*busy_control(shape, host.dims), *no_bits(shape, host.dims))
+    _, outputs = host.program(shape)(host.params, host.state, *control)
+    out = completion_layout(shape, host.dims).split(*map(np.asarray, outputs))
+    lanes = min(shape.batch_capacity, host.dims.slots)
+    assert (out["num_tokens"][:lanes] > 0).all()
+    assert not out["status"].any()
+    assert out["committed_len"][lanes - 1] > shape.token_capacity  # the chunk of the prompt
