@@ -214,11 +214,11 @@ def test_cancellation_while_a_mixed_frame_runs(method: str, victim: str) -> None
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda out, row: out["committed_len"].__setitem__(row, 1),
+        lambda out, row: out["committed_len"].__setitem__(row, out["committed_len"][row] + 1),
         lambda out, row: out["num_tokens"].__setitem__(row, 1 - out["num_tokens"][row]),
         lambda out, row: out["offered"].__setitem__(row, 1),
         lambda out, row: out["slot"].__setitem__(row, 1 - out["slot"][row]),
-        lambda out, row: out["accepted"].__setitem__(1 - row, 3),
+        lambda out, row: out["accepted"].__setitem__(1 - row, out["offered"][1 - row] + 1),
         lambda out, row: out["confidence"].__setitem__(slice(None), np.nan),
         lambda out, row: out["survival"].__setitem__(slice(None), 7.0),
     ],
@@ -229,7 +229,9 @@ def test_a_malformed_completion_stops_the_engine_and_answers_everybody(spoil: An
 
     def on_complete(frame: FakeFrame, out: dict[str, np.ndarray]) -> None:
         row = int(frame.parts.get("prefill_row", [-1])[0])
-        if row >= 0 and frame.shape.proposal_depth and frame.parts["query_len"].astype(bool).sum() == 2 and not done:
+        # A prompt beside a lane that was offered proposals: only then is every one of the values above a wrong one.
+        both = row >= 0 and frame.shape.proposal_depth and frame.parts["query_len"].astype(bool).sum() == 2
+        if both and out["offered"][1 - row] and not done:
             done.append(frame.index)
             spoil(out, row)
 
