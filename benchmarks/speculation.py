@@ -1,16 +1,18 @@
 """Copies on real prompts: adaptive width beside speculation off and every fixed width.
 
-    python -m benchmarks.speculation [--streams 1 4 8] [--tokens 128] [--rounds 3] [--core DIR]
+    python -m benchmarks.speculation [--streams 1 4 8] [--tokens 128] [--rounds 2] [--core DIR]
 
 One core serves all modes, in turns (off, adaptive, fixed 2, ... and again), because absolute times of
-a shared machine do not travel; the ratios of one turn do. Every turn gives each mode the same requests,
-greedy, as many at a time as there are streams:
+a shared machine do not travel; the ratios of one turn do. A turn gives each mode the same requests, greedy, by as
+many clients as there are streams: each asks again as soon as it has its answer, until none of
+`max(6, 2 x streams)` requests is left. There the turn's clocks stop, since fewer streams are another workload, and the
+other clients leave. Outputs have half, all and one and a half of `tokens` in turns, lest streams march in step.
 
 - summaries: prompts of spec_bench's summarization category of at most LONGEST tokens;
 - edits: functions of this project, to be repeated with one name changed.
 
 The first turn is not counted: it is where costs and acceptance are learnt. A turn's figure is output
-tokens over the whole time of its requests, their prompts included, by three clocks: wall time; the process's
+tokens over its time, prompts included, by three clocks: wall time; the process's
 CPU time; and the sum over the frames that ran of the median duration of their program in all modes and turns
 of the workload. The speed of a shared machine doubles and halves within seconds, and the third clock does not
 see it: what it compares is which programs a mode chose, and how much they emitted. Reported are medians over
@@ -22,13 +24,17 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import contextlib
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +50,7 @@ SOURCES = Path(__file__).parents[1] / "helios_jax" / "scheduler"
 LONGEST = 480  # tokens of a summary's prompt
 CONTEXT = 1024
 CLOCKS = ("wall", "cpu", "median")
+LENGTHS = (0.5, 1.0, 1.5)  # of outputs, in turns
 
 
 class Shared:
@@ -63,21 +70,19 @@ class Shared:
 
 @dataclasses.dataclass
 class Turn:
-    """One mode's part of a turn: tokens a second of wall time and of CPU time, and tokens a lane of its rounds.
+    """One mode's part of a turn: tokens a second by every clock, and tokens a lane of its rounds.
 
-    `frames` are (program, device time in ns); `median` is tokens a second of their programs' median durations.
+    `outputs` are what clients got, by request, the broken off ones too; `frames` are (program, device time in ns).
     """
 
+    tokens: int
     wall: float
     cpu: float
-    outputs: list[list[int]]
+    outputs: dict[int, list[int]]
     emitted: int
     lanes: int
     frames: list[tuple[str, int]]
     median: float = 0.0
-
-    def tokens(self) -> int:
-        return sum(map(len, self.outputs))
 
 
 class Mode:
@@ -87,11 +92,11 @@ class Mode:
         config = EngineConfig(spec_width=width, enable_prefix_caching=False, trace=trace)
         self.llm, self._trace, self._read = LLM.from_core(Shared(core, depth), config=config), trace, 0
 
-    def frames(self) -> list[tuple[str, int]]:
-        """Those since the last call."""
+    def frames(self, until_ns: int) -> list[tuple[str, int]]:
+        """Those since the last call that were over by then."""
         lines = self._trace.read_text().splitlines()
-        new, self._read = lines[self._read :], len(lines)
-        return [(frame["shape"], max(frame["device_ns"])) for frame in map(json.loads, new)]
+        new, self._read = map(json.loads, lines[self._read :]), len(lines)
+        return [(frame["shape"], max(frame["device_ns"])) for frame in new if frame["now_ns"] <= until_ns]
 
 
 def modes(core: PreparedCore, folder: Path) -> dict[str, Mode]:
@@ -126,15 +131,52 @@ def edits(llm: LLM) -> Iterator[list[int]]:
                 yield llm.chat_prompt([{"role": "user", "content": ask}])["prompt_token_ids"]
 
 
-def play(mode: Mode, prompts: Sequence[list[int]], tokens: int) -> Turn:
-    """All `prompts` at once."""
-    llm, before = mode.llm, _rounds(mode.llm)
+class Clients:
+    """Those of one turn.
+
+    Args:
+        requests: Prompts and numbers of output tokens.
+    """
+
+    def __init__(self, llm: LLM, requests: Sequence[tuple[list[int], int]]) -> None:
+        self._llm, self._requests, self._next = llm, requests, itertools.count()
+        self.outputs: dict[int, list[int]] = {number: [] for number in range(len(requests))}
+        self.over = threading.Event()
+
+    def ask(self) -> None:
+        """One request after the other, until somebody finds none."""
+        try:
+            while not self.over.is_set() and (number := next(self._next)) < len(self._requests):
+                self._answer(number)
+        finally:
+            self.over.set()
+
+    def _answer(self, number: int) -> None:
+        prompt, tokens = self._requests[number]
+        with contextlib.closing(self._llm.stream(prompt, SamplingParams(temperature=0, max_tokens=tokens))) as stream:
+            for output in stream:
+                if self.over.is_set():
+                    return
+                for part in output.outputs:
+                    self.outputs[number] += part.token_ids
+
+
+def play(mode: Mode, requests: Sequence[tuple[list[int], int]], streams: int) -> Turn:
+    """All requests by so many clients; measured until one of them finds none left."""
+    clients, before = Clients(mode.llm, requests), _rounds(mode.llm)
     cpu, wall = time.process_time(), time.perf_counter()
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens))
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    said = [output.outputs[0].token_ids for output in outputs]
-    count, after = sum(map(len, said)), _rounds(llm)
-    return Turn(count / wall, count / cpu, said, after[0] - before[0], after[1] - before[1], mode.frames())
+    with ThreadPoolExecutor(streams) as pool:
+        asking = [pool.submit(clients.ask) for _ in range(streams)]
+        clients.over.wait()
+        wall, cpu, until_ns = time.perf_counter() - wall, time.process_time() - cpu, time.monotonic_ns()
+        said = {number: list(tokens) for number, tokens in clients.outputs.items()}
+        after = _rounds(mode.llm)
+    for one in asking:
+        one.result()
+    while mode.llm.stats().running:  # the next mode writes over the pages of requests that were left
+        time.sleep(0.01)
+    count, frames = sum(map(len, said.values())), mode.frames(until_ns)
+    return Turn(count, count / wall, count / cpu, said, after[0] - before[0], after[1] - before[1], frames)
 
 
 def _rounds(llm: LLM) -> tuple[int, int]:
@@ -142,11 +184,20 @@ def _rounds(llm: LLM) -> tuple[int, int]:
     return sum(c.emitted for c in counts), sum(c.lanes for c in counts)
 
 
-def measure(llms: dict[str, Mode], prompts: Sequence[list[int]], args: argparse.Namespace) -> list[dict[str, Turn]]:
+def requests_of(prompts: Sequence[list[int]], streams: int, tokens: int) -> list[tuple[list[int], int]]:
+    """The requests of a turn; a prompt that comes again has the same output."""
+    count = max(6, 2 * streams)
+    lengths = [max(1, round(tokens * LENGTHS[number % len(LENGTHS)])) for number in range(len(prompts))]
+    return list(itertools.islice(itertools.cycle(zip(prompts, lengths, strict=True)), count))
+
+
+def measure(
+    llms: Mapping[str, Mode], prompts: Sequence[list[int]], streams: int, args: argparse.Namespace
+) -> list[dict[str, Turn]]:
     """The counted turns; the order of the modes is turned around every time."""
-    turns, order = list[dict[str, Turn]](), list(llms)
+    turns, order, requests = list[dict[str, Turn]](), list(llms), requests_of(prompts, streams, args.tokens)
     for number in range(1 + args.rounds):
-        turn = {name: play(llms[name], prompts, args.tokens) for name in order}
+        turn = {name: play(llms[name], requests, streams) for name in order}
         order.reverse()
         speeds = "  ".join(f"{name} {one.wall:.1f}/{one.cpu:.1f}" for name, one in sorted(turn.items()))
         print(f"  turn {number}, tokens a second of wall/CPU time: {speeds}", file=sys.stderr, flush=True)
@@ -158,7 +209,7 @@ def measure(llms: dict[str, Mode], prompts: Sequence[list[int]], args: argparse.
             durations[shape].append(duration_ns)
     medians = {shape: statistics.median(values) for shape, values in durations.items()}
     for one in (one for turn in turns for one in turn.values()):
-        one.median = one.tokens() / sum(medians[shape] for shape, _ in one.frames) * 1e9
+        one.median = one.tokens / sum(medians[shape] for shape, _ in one.frames) * 1e9
     return turns
 
 
@@ -187,9 +238,10 @@ def _ratio(turns: Sequence[dict[str, Turn]], name: str, other: str, clock: str) 
 
 
 def differing(turns: Sequence[dict[str, Turn]]) -> int:
-    """Outputs of other modes that are not those of `off`, token for token."""
+    """Outputs of other modes that are not those of `off`, token for token, as far as both clients stayed."""
     pairs = [(one.outputs, turn["off"].outputs) for turn in turns for one in turn.values()]
-    return sum(said != wanted for mine, off in pairs for said, wanted in zip(mine, off, strict=True))
+    both = [(mine[number], off[number]) for mine, off in pairs for number in off]
+    return sum(any(a != b for a, b in zip(said, wanted, strict=False)) for said, wanted in both)
 
 
 def main() -> None:
@@ -200,7 +252,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--kinds", nargs="+", default=["summaries", "edits"])
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     options = CoreOptions(
         max_slots=max(args.streams), max_context=CONTEXT, dtype="float32", prefill_chunk=256, spec_method="copy"
@@ -218,7 +270,7 @@ def main() -> None:
         for kind in args.kinds:
             for streams in args.streams:
                 print(f"{kind}, {streams} streams", file=sys.stderr)
-                turns = measure(llms, found[kind][:streams], args)
+                turns = measure(llms, found[kind], streams, args)
                 print("\n".join(report(kind, streams, turns)), flush=True)
                 unequal += differing(turns)
         print(

@@ -14,7 +14,7 @@ PROMPTS = [[5, 9, 17, 33, 5, 9, 17, 33, 5, 9], [40, 41, 42, 40, 41, 42, 40]]
 def test_every_mode_says_the_same_by_its_own_rounds(tiny_copy_core_dir: Path, tmp_path: Path) -> None:
     with load_core(tiny_copy_core_dir) as core:
         llms = modes(core, tmp_path)
-        turns = measure(llms, PROMPTS, argparse.Namespace(rounds=2, tokens=24))
+        turns = measure(llms, PROMPTS, 2, argparse.Namespace(rounds=2, tokens=24))
         rows = list(report("prompts", 2, turns))
         played = {name: {width for _, width in mode.llm.stats().rounds} for name, mode in llms.items()}
         for mode in llms.values():
