@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from tests.golden.tiny_hybrid import (
     HYBRID_CONFIGS,
+    LONG_CONFIGS,
     ZERO_CENTRED,
     has_mixture,
     is_recurrent,
@@ -125,7 +126,7 @@ VARIANTS = ("float32", "bfloat16", "float16", "sharded", "packed", "vision")
 
 def config_of(family: str) -> dict[str, Any]:
     """The config.json of a tiny model."""
-    return {**_BASE, **(CONFIGS | HYBRID_CONFIGS)[family]}
+    return {**_BASE, **(CONFIGS | HYBRID_CONFIGS | LONG_CONFIGS)[family]}
 
 
 def tiny_prompt(family: str) -> list[int]:

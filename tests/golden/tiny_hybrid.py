@@ -85,7 +85,24 @@ HYBRID_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 HYBRIDS = tuple(HYBRID_CONFIGS)
-ZERO_CENTRED = ("qwen3_5", "qwen3_next", "qwen3_5_hybrid", "qwen3_5_moe")
+# Not tiny, and without goldens: 40 million weights and the context of a chat, for benchmarks.checkpoints.
+LONG_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_5_long": {
+        **HYBRID_CONFIGS["qwen3_5_hybrid"],
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "head_dim": 64,
+        "num_hidden_layers": 12,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 3,
+        "mtp_num_hidden_layers": 0,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "max_position_embeddings": 4096,
+    },
+}
+ZERO_CENTRED = ("qwen3_5", "qwen3_next", "qwen3_5_hybrid", "qwen3_5_moe", "qwen3_5_long")
 
 
 def is_recurrent(config: dict[str, Any], layer: int | None) -> bool:
