@@ -11,8 +11,8 @@ The time is that of the whole way: template, tokenizer, queue, programs, text. A
 the device, from the frame trace; the bound is one read and one write of what they move at the read bandwidth of
 this machine, measured in the same run.
 
-`--model` also takes a directory; tests/golden/tiny.py writes a hybrid one of 40 million random weights, with characters for
-tokens: `--tiny qwen3_5_long --words 16`.
+`--model` also takes a directory; tests/golden/tiny.py writes a hybrid one of 40 million random weights whose
+tokens are characters: `--tiny qwen3_5_long --words 16`.
 """
 
 from __future__ import annotations
