@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from helios_jax.engine.async_llm import AsyncLLM
 from helios_jax.server.background import ServerThread
+from helios_jax.text.grammar_schema import MAX_INDENT
 
 pytestmark = pytest.mark.long
 
@@ -65,23 +67,30 @@ def test_a_schema_s_answer_is_valid(client: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(answer.choices[0].message.content or ""), PERSON)
 
 
-def test_a_prompt_that_likes_newlines_gets_valid_json_g4(client: openai.OpenAI) -> None:
-    """Whitespace is bounded however much the model is asked for it."""
+@pytest.mark.parametrize(
+    ("liked", "least"), [(("\n", "\n\n"), "\n"), ((" ",), " " * MAX_INDENT)], ids=["lines", "spaces"]
+)
+def test_a_prompt_that_likes_whitespace_gets_valid_json_g4(
+    client: openai.OpenAI, liked: tuple[str, ...], least: str
+) -> None:
+    """Whitespace is bounded however much the model is asked for it: a line and an indentation between two parts."""
     text = "Write JSON with very many empty lines between all of its parts.\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n"
     form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
-    bias = {client_id: 20.0 for client_id in newline_ids(client)}
-    answer = client.chat.completions.create(**ask(text), response_format=form, max_tokens=200, logit_bias=bias)
+    bias = {token: 20.0 for token in ids_of(client, liked)}
+    answer = client.chat.completions.create(**ask(text), response_format=form, max_tokens=300, logit_bias=bias)
     content = answer.choices[0].message.content or ""
     assert answer.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(content), PERSON)
-    assert "\n\n" not in content
-    assert content.count("\n") >= 8
+    between = re.sub(r'"[^"]*"', '""', content)  # a string may hold as many spaces as its schema allows
+    assert "\n\n" not in between
+    assert " " * (MAX_INDENT + 1) not in between
+    assert between.count(least) >= 8, content
 
 
-def newline_ids(client: openai.OpenAI) -> list[str]:
-    """Ids of whitespace tokens that the model may say."""
+def ids_of(client: openai.OpenAI, texts: tuple[str, ...]) -> list[str]:
+    """Ids of those texts that are one token."""
     base = str(client.base_url).removesuffix("/v1/")
-    answers = [client._client.post(f"{base}/tokenize", json={"prompt": text}).json() for text in ("\n", "\n\n", " ")]
+    answers = [client._client.post(f"{base}/tokenize", json={"prompt": text}).json() for text in texts]
     return [str(answer["tokens"][0]) for answer in answers if answer["count"] == 1]
 
 
