@@ -3,7 +3,7 @@
     FLARE_RUN_CUDA_TESTS=1 python -m pytest -m device -s tests/device
 
 Prints what it measures. `FLARE_DEVICE_TESTS_ON_CPU=1` runs the same script with a small model
-on a CPU, to check the script itself.
+on a CPU, to check the script itself; CI does, so that it works on the day a GPU is there.
 """
 
 from __future__ import annotations

@@ -17,7 +17,10 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 
 def shared_data(name: str) -> Path:
-    """A file of ../shared/data; where it is absent the test is skipped, as that folder's README wants."""
+    """A file of ../shared/data; where it is absent the test is skipped, as that folder's README wants.
+
+    These are files that the repository must not hold. CI's checkout has the folder beside it, so there all of them run.
+    """
     path = SHARED / name
     if not path.exists():
         pytest.skip(f"{name} of ../shared/data is absent")
