@@ -25,6 +25,7 @@ from helios_jax.scheduler.types import UNTYPICAL, CompletionRecord, LaneRole, Re
 
 OfferCopy = Callable[[RequestHandle, int], None]
 NO_COPY = Copy((), 0)
+NO_CONFIDENCE = np.zeros(0, np.float32)
 
 
 @dataclasses.dataclass
@@ -113,10 +114,10 @@ class Drafting:
         self,
         frame: Outstanding,
         records: Iterable[CompletionRecord],
-        confidence: np.ndarray,
+        confidence: np.ndarray | None,
         running: Mapping[RequestHandle, Sequence],
     ) -> None:
-        """Learn from a completed round.
+        """Count a completed round, and learn from it.
 
         A lane whose request ended or was cancelled while the frame was outstanding teaches nothing. What is
         learnt here is shared by all requests, so those that the target alone restricts (penalties, bias,
@@ -125,7 +126,7 @@ class Drafting:
         Args:
             frame: With the calibration and the copies that it was submitted with.
             records: In lane order.
-            confidence: float32 [slots, D] calibrated confidence of each proposal.
+            confidence: float32 [slots, D] calibrated confidence of each proposal; None where D is 0.
             running: The sequences that had not ended before this frame.
         """
         plan, source = frame.plan, frame.plan.shape.proposal_source
@@ -137,7 +138,7 @@ class Drafting:
         for lane, record in zip(plan.lanes, records, strict=True):
             if lane.role is not LaneRole.DECODE or not record.valid or lane.handle not in running:
                 continue
-            row = confidence[lane.handle.slot]
+            row = NO_CONFIDENCE if confidence is None else confidence[lane.handle.slot]
             counts.lanes += 1
             counts.proposed += int(np.count_nonzero(row))
             counts.offered += record.offered

@@ -40,6 +40,7 @@ from helios_jax.engine.stats import EngineStats, HostTierStats
 from helios_jax.engine.trace import TraceWriter
 from helios_jax.engine.window import FailedSubmission, HostTimer, Outstanding, Window
 from helios_jax.errors import ConfigError, DeviceError, InvariantError, UnavailableError
+from helios_jax.scheduler.catalog import ProgramKind
 from helios_jax.scheduler.preferences import policy_preset
 from helios_jax.scheduler.scheduler import Scheduler
 from helios_jax.scheduler.types import CompletionRecord, Event, ExecutionTiming, FinishReason, ScheduledPlan
@@ -266,11 +267,17 @@ class Engine:
         self, frame: Outstanding, records: tuple[CompletionRecord, ...], fields: Fields, timing: ExecutionTiming
     ) -> tuple[Event, ...]:
         """Complete the fence in the way of its program: proposals come with their sidecars."""
-        if not frame.plan.shape.proposal_depth:
-            return self.scheduler.complete(frame.fence, records, timing)
-        confidence, survival = fields["confidence"], fields["survival"]
-        events = self.scheduler.complete_packed_round_with_survival(frame.fence, records, timing, confidence, survival)
-        self._drafting.observe(frame, records, confidence[0], self.roster.running)
+        shape = frame.plan.shape
+        if shape.proposal_depth:
+            confidence, survival = fields["confidence"], fields["survival"]
+            events = self.scheduler.complete_packed_round_with_survival(
+                frame.fence, records, timing, confidence, survival
+            )
+            self._drafting.observe(frame, records, confidence[0], self.roster.running)
+            return events
+        events = self.scheduler.complete(frame.fence, records, timing)
+        if shape.kind is ProgramKind.SPECULATIVE:  # of width one
+            self._drafting.observe(frame, records, None, self.roster.running)
         return events
 
     def _publish(self, frame: Outstanding, events: tuple[Event, ...], fields: Fields) -> None:

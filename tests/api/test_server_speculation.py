@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from helios_jax.testing import FakeDraft, scripted
 from tests.api.server_kit import async_test, events, fake_client
@@ -62,3 +66,31 @@ async def test_answers_and_usage_are_plain_decodes(method: str, width: str) -> N
         assert seen(fast[name]) == seen(answer), name
     reasons = {choice["finish_reason"] for answer in plain.values() for choice in answer["choices"]}
     assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@async_test
+async def test_metrics_count_what_the_rounds_of_the_trace_did(method: str, tmp_path: Path) -> None:
+    """`flare_speculative_*` by source and lane width, against the frame trace and the answer."""
+    trace = tmp_path / "trace.jsonl"
+    body = {"prompt": "the cat sat on the", "temperature": 0, "max_tokens": 50}
+    engine = {"max_slots": 2, "max_context": 256, "trace": trace, **METHODS[method]}
+    # One frame at a time: none is outstanding when the answer is there, and all of them are in both books.
+    async with fake_client(next_token=scripted(TEXT * 3), async_scheduling=False, **engine) as client:
+        tokens = (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"]
+        page = (await client.get("/metrics")).text
+    counts: dict[str, collections.Counter[tuple[str, str]]] = collections.defaultdict(collections.Counter)
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if family.name.startswith("flare_speculative_") and sample.name.endswith("_total"):
+                counts[family.name][sample.labels["source"], sample.labels["width"]] += int(sample.value)
+    frames = [json.loads(line) for line in trace.read_text().splitlines()]
+    rounds = [frame for frame in frames if frame["kind"] == "speculative"]
+    plain = [frame for frame in frames if frame["kind"] == "decode"]
+    source = "copy" if method == "copies" else "learned"
+    assert counts["flare_speculative_rounds"] == collections.Counter((source, str(f["tokens"])) for f in rounds)
+    assert counts["flare_speculative_lanes"] == counts["flare_speculative_rounds"]  # one request, one lane
+    total = {name.removeprefix("flare_speculative_"): sum(by.values()) for name, by in counts.items()}
+    assert total["emitted"] == total["accepted"] + total["lanes"]
+    assert total["emitted"] + len(plain) + 1 == tokens  # the prompt's last chunk makes the first token
+    assert 0 < total["accepted"] <= total["offered"] <= total["proposed"]
